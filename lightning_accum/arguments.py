@@ -1,0 +1,77 @@
+"""What users hand over in a training step, checked at once."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_accum.weighting import Weight
+
+
+def optimizer_position(optimizer: Optimizer | LightningOptimizer | None, optimizers: list[Optimizer]) -> int:
+    """Where an optimizer stands in ``configure_optimizers``."""
+    if optimizer is None:
+        if len(optimizers) == 1:
+            return 0
+        raise ValueError(
+            f"`accumulate(loss)`: the module has {len(optimizers)} optimizers. Say whose window the loss is for:"
+            " `accumulate(loss, optimizer=self.optimizers()[0])`."
+        )
+    unwrapped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    for position, candidate in enumerate(optimizers):
+        if candidate is unwrapped:
+            return position
+    raise ValueError(
+        f"`accumulate(optimizer={type(unwrapped).__name__})`: not one of the optimizers that `configure_optimizers`"
+        " returned. Take it from `self.optimizers()`."
+    )
+
+
+def check_loss(loss: object) -> None:
+    """A loss that a backward can be made from."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"`accumulate(loss)`: the loss must be a tensor of shape (), or None, got {loss!r}.")
+    if loss.dim() != 0:
+        raise ValueError(
+            f"`accumulate(loss)`: the loss must be a scalar of shape (), got {tuple(loss.shape)}. Take its mean, and"
+            " give how many items that is over as `weight`."
+        )
+    if not loss.requires_grad:
+        raise RuntimeError(
+            "`accumulate(loss)`: the loss has no graph, nothing could be learned from it. Was it detached, or computed"
+            " under `torch.no_grad`? To contribute nothing, call `accumulate(None)`."
+        )
+
+
+def as_weight(weight: object, device: torch.device, name: str = "weight") -> Weight:
+    """Check a weight that a user gave.
+
+    Args:
+        weight: items in the micro-batch (samples, unmasked tokens): int, float, or a tensor of shape ``()``.
+        device: where a tensor weight is needed.
+        name: the argument, for the error message.
+
+    Returns:
+        A float; or the tensor, detached and on the device, in float64 where the device has it. A tensor is never read
+        back here: that would make the host wait for the device in every micro-batch.
+
+    Raises:
+        TypeError: not a number.
+        ValueError: negative or not finite (a Python number), or a tensor that is not of shape ``()``.
+    """
+    if isinstance(weight, Tensor):
+        if weight.dim() != 0:
+            raise ValueError(f"`{name}`: a tensor weight must have shape (), got {tuple(weight.shape)}. Sum it first.")
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        return weight.detach().to(device, dtype, non_blocking=True)
+    if isinstance(weight, bool) or not isinstance(weight, Real):
+        raise TypeError(f"`{name}` must be an int, a float or a tensor of shape (), got {weight!r}.")
+    weight = float(weight)
+    if not math.isfinite(weight) or weight < 0:
+        raise ValueError(f"`{name}={weight}`: must be finite and >= 0, the number of items in the micro-batch.")
+    return weight

@@ -1,0 +1,73 @@
+"""Which window is open, what it holds, and how many were closed; over checkpoints too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_accum.weighting import OptimizerWindow
+from lightning_accum.window import WindowLength
+
+
+@dataclass
+class Counters:
+    """Windows closed so far over the whole training, and how many of these moved no weights."""
+
+    effective_step: int = 0
+    skipped_steps: int = 0
+
+
+class Ledger:
+    """The books of one training; a new fit opens new ones."""
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self.window: WindowLength | None = None
+        self._optimizers: dict[int, OptimizerWindow] = {}
+
+    def optimizer(self, optimizer_idx: int) -> OptimizerWindow:
+        """An optimizer's open window; made when first asked for, since LearningRateFinder runs before our hooks."""
+        if optimizer_idx not in self._optimizers:
+            steps = self.counters.effective_step - self.counters.skipped_steps
+            self._optimizers[optimizer_idx] = OptimizerWindow(steps)
+        return self._optimizers[optimizer_idx]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether any optimizer's window holds anything."""
+        return any(window.micro_batches for window in self._optimizers.values())
+
+    def open(self, length: int, opened_at: int) -> WindowLength:
+        """Open the next window."""
+        self.window = WindowLength(length, opened_at, self.counters.effective_step)
+        return self.window
+
+    def close(self, *, skipped: bool) -> None:
+        """Count the open window; the next micro-batch opens another one."""
+        self.window = None
+        self.counters.effective_step += 1
+        self.counters.skipped_steps += skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and tensors: ``torch.load(weights_only=True)`` refuses other classes, a WindowLength too."""
+        window = self.window
+        return {
+            "effective_step": self.counters.effective_step,
+            "skipped_steps": self.counters.skipped_steps,
+            "window": None if window is None else [int(window), window.opened_at],
+            "optimizers": {i: [w.steps, w.reference] for i, w in self._optimizers.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a checkpoint was made. The counters stay the same object, which the module reads too."""
+        self.counters.effective_step = state["effective_step"]
+        self.counters.skipped_steps = state["skipped_steps"]
+        self._optimizers = {i: OptimizerWindow(*kept) for i, kept in state["optimizers"].items()}
+        self.window = None
+        if state["window"] is not None:
+            self.open(*state["window"])
+
+    def restart(self, effective_step: int) -> None:
+        """Begin where no checkpoint tells more than a number of steps."""
+        state: dict[str, Any] = {"effective_step": effective_step, "skipped_steps": 0, "window": None, "optimizers": {}}
+        self.load_state_dict(state)

@@ -1,0 +1,247 @@
+"""AccumulationMixin: makes the effective step of a LightningModule in manual optimization.
+
+A training step can be read from top to bottom: `_run_training_step` stands around the user's; `accumulate` finds the
+window that a loss is for; `_contribute` scales the loss and makes its backward; `_step` makes the optimizer step of a
+complete window; `_close_window` closes what was left open, and counts the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_accum import effective_step, gradients, seams
+from lightning_accum.arguments import as_weight, check_loss, optimizer_position
+from lightning_accum.effective_step import EffectiveStep
+from lightning_accum.module_fit import FitLifeCycle, FitState
+from lightning_accum.weighting import OptimizerWindow
+from lightning_accum.wrapping import wrap
+
+
+class AccumulationMixin(FitLifeCycle):
+    """Accumulates gradients in manual optimization: hand each micro-batch's loss to `accumulate`.
+
+    The first base class, before ``LightningModule``. The update is that of the one big batch: the gradient of the
+    weighted mean loss over the accumulation window, clipped once, stepped once. An effective step is one closed window,
+    counted once however many optimizers step in it.
+
+    The Trainer's own flags say how: ``accumulate_grad_batches`` (or an `AccumulationScheduler` among the callbacks),
+    ``gradient_clip_val`` and ``gradient_clip_algorithm``. LR schedulers advance per epoch, or (``interval="step"``) per
+    effective step, in which ``frequency`` is counted too.
+
+    Example:
+        >>> import lightning as L, torch
+        >>> class LitModel(AccumulationMixin, L.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.net = torch.nn.Linear(2, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         loss = self.net(batch).square().mean()
+        ...         step = self.accumulate(loss, weight=len(batch))  # None while the window is open
+        ...         if step is not None:
+        ...             self.log("train/loss", step.loss)
+        ...         return loss
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> LitModel().effective_step
+        0
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check the order of the bases, and wrap the two hooks that must work without a ``super()`` call."""
+        super().__init_subclass__(**kwargs)
+        bases = cls.__mro__
+        if LightningModule in bases and bases.index(LightningModule) < bases.index(AccumulationMixin):
+            raise TypeError(
+                f"class {cls.__name__}: AccumulationMixin comes after LightningModule among the bases, whose hooks"
+                f" would hide its own. Write `class {cls.__name__}(AccumulationMixin, LightningModule)`."
+            )
+        wrap(cls, "training_step", AccumulationMixin._run_training_step)
+        wrap(cls, "configure_callbacks", AccumulationMixin._run_configure_callbacks)
+
+    @property
+    def automatic_optimization(self) -> bool:
+        """False: the mixin is for manual optimization."""
+        return False
+
+    @automatic_optimization.setter
+    def automatic_optimization(self, automatic: bool) -> None:
+        if automatic:
+            raise MisconfigurationException(
+                f"{type(self).__name__}.automatic_optimization = True: AccumulationMixin is for manual optimization."
+                " For automatic optimization leave it out, and add an AccumulationScheduler to the callbacks."
+            )
+
+    # A training step, from top to bottom
+
+    def _run_training_step(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The user's ``training_step``, after which the window is closed if this micro-batch is its last one."""
+        state = self._accumulation
+        if state is None:
+            return training_step(*args, **kwargs)
+        state.in_step, state.closes, state.batch = True, seams.closes_window(state.trainer), args[0] if args else None
+        try:
+            output = training_step(*args, **kwargs)
+            if state.closes:
+                self._close_window(state, in_step=True)
+        finally:
+            state.in_step, state.batch = False, None
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def accumulate(
+        self,
+        loss: Tensor | None,
+        *,
+        weight: float | Tensor | None = None,
+        optimizer: Optimizer | LightningOptimizer | None = None,
+        more: bool = False,
+    ) -> EffectiveStep | None:
+        """Add one contribution to the open window; make the effective step if this micro-batch closes it.
+
+        The window's gradient is ``sum(weight_i * grad loss_i) / sum(weight_i)``.
+
+        Args:
+            loss: scalar ``()``, the mean over ``weight`` items, with its graph. None: nothing is contributed.
+            weight: items (samples or tokens) that the loss is a mean over: an int, a float or a tensor of shape ``()``
+                on any device, >= 0. Default: the scheduler's ``weight_fn``, or 1.
+            optimizer: whose window; needed only if there are several.
+            more: another call for this optimizer follows in this ``training_step``. If none does, the window closes
+                when ``training_step`` ends.
+
+        Returns:
+            What the window reports, if this call closed it with an optimizer step; else None.
+
+        Raises:
+            RuntimeError: called outside ``training_step``, again after the window was closed, or with a loss without
+                a graph.
+            TypeError: a loss that is not a tensor; a weight that is not a number.
+            ValueError: a loss that is not a scalar; a negative or non-finite Python weight; an optimizer that is not
+                this module's, or none where there are several.
+        """
+        state = self._accumulation
+        if state is None or not state.in_step:
+            raise RuntimeError(
+                "`accumulate` was called outside `training_step`. Call it in `training_step`, while `Trainer.fit` runs."
+            )
+        optimizer_idx = optimizer_position(optimizer, state.trainer.optimizers)
+        window = state.scheduler.ledger.optimizer(optimizer_idx)
+        if window.has_closed:
+            raise RuntimeError(
+                "`accumulate` was called again for an optimizer that has already stepped in this `training_step`."
+                " Give `more=True` to every call but the last."
+            )
+        if loss is not None:
+            self._contribute(state, window, loss, weight)
+        if state.closes and not more:
+            return self._step(state, optimizer_idx, in_step=True)
+        return None
+
+    def _contribute(self, state: FitState, window: OptimizerWindow, loss: Tensor, weight: Any) -> None:
+        """Scale the loss to its part of the window, and make its backward."""
+        check_loss(loss)
+        if weight is None and (weight_fn := state.scheduler.weight_fn) is not None:
+            weight = as_weight(weight_fn(state.batch), loss.device, "weight_fn(batch)")
+        else:
+            weight = 1.0 if weight is None else as_weight(weight, loss.device)
+        window.add(weight, int(state.trainer.accumulate_grad_batches))
+        window.add_loss(loss, weight)
+        scale = window.scale(weight)
+        self.manual_backward(loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale))
+
+    def _step(self, state: FitState, optimizer_idx: int, *, in_step: bool) -> EffectiveStep | None:
+        """Make the optimizer step of a window that is complete, and tell of it."""
+        window = state.scheduler.ledger.optimizer(optimizer_idx)
+        window.has_closed = True
+        if window.micro_batches == 0:
+            return None
+        optimizer = _as_list(self.optimizers())[optimizer_idx]
+        if window.is_empty():
+            optimizer.optimizer.zero_grad()
+            window.clear()
+            return None
+        correction = window.correction()
+        if isinstance(correction, Tensor) or correction != 1.0:
+            gradients.scale(optimizer.optimizer, correction)
+        with nullcontext() if in_step else seams.counted(state.trainer, optimizer):
+            grad_norm = self._step_optimizer(state, optimizer)
+        optimizer.optimizer.zero_grad()
+        window.has_moved = True
+        window.steps += 1
+        state.lr_schedulers.after_optimizer_step(state.trainer, self, optimizer.optimizer, window.steps)
+        loss, weight, micro_batches = window.mean_loss(), window.weight, window.micro_batches
+        window.close()
+        step = EffectiveStep(self.effective_step, loss, weight, micro_batches, grad_norm, False, optimizer_idx)
+        effective_step.tell(state.trainer, self, step)
+        return step
+
+    def _step_optimizer(self, state: FitState, optimizer: LightningOptimizer) -> Tensor | None:
+        """Step through Lightning's wrapper: the hooks before the step, the module's own, the clip, the update.
+
+        The clip stands behind the module's own ``on_before_optimizer_step``, as in automatic optimization, so that the
+        hook sees the unclipped gradient and needs no ``super()`` call.
+
+        Returns:
+            The norm before clipping, if it was clipped by norm.
+        """
+        own_hook, trainer = self.on_before_optimizer_step, state.trainer
+
+        def own_hook_then_clip(optimizer: Optimizer) -> None:
+            own_hook(optimizer)
+            self.configure_gradient_clipping(
+                optimizer,
+                gradient_clip_val=trainer.gradient_clip_val,
+                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+            )
+
+        state.grad_norm = None
+        with seams.shadowed(self, "on_before_optimizer_step", own_hook_then_clip):
+            optimizer.step()
+        return state.grad_norm
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip as Lightning does; by norm, the norm is kept for `EffectiveStep.grad_norm` and not computed twice."""
+        state = self._accumulation
+        value = self.trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
+        algorithm = gradient_clip_algorithm or self.trainer.gradient_clip_algorithm or "norm"
+        if state is None or not value or algorithm.lower() != "norm":
+            super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        parameters = self.trainer.precision_plugin.main_params(optimizer)
+        state.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, value)
+
+    @override
+    def _close_window(self, state: FitState, *, in_step: bool) -> None:
+        windows = [state.scheduler.ledger.optimizer(i) for i in range(len(state.trainer.optimizers))]
+        for optimizer_idx, window in enumerate(windows):
+            if not window.has_closed:
+                self._step(state, optimizer_idx, in_step=in_step)
+        state.scheduler.ledger.close(skipped=not any(window.has_moved for window in windows))
+        for window in windows:
+            window.begin()
+
+    @override
+    def on_validation_model_zero_grad(self) -> None:
+        """Keep the gradients of an open window from a validation inside it."""
+        state = self._accumulation
+        if state is None or not state.scheduler.ledger.is_pending:
+            super().on_validation_model_zero_grad()
+
+
+def _as_list(optimizers: Any) -> list[LightningOptimizer]:
+    return optimizers if isinstance(optimizers, list) else [optimizers]

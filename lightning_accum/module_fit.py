@@ -1,0 +1,120 @@
+"""A module's fit under the mixin: from taking over the Trainer's flags to leaving everything as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_accum import checks, seams
+from lightning_accum.ledger import Counters
+from lightning_accum.lr_schedulers import LRSchedulers
+from lightning_accum.scheduler import AccumulationScheduler, WindowOwner
+
+if TYPE_CHECKING:
+    _Module = LightningModule
+else:
+    _Module = object
+
+
+class FitState:
+    """What the mixin knows during a fit. It holds detached tensors only; it copies and pickles as None."""
+
+    __slots__ = ("batch", "closes", "grad_norm", "in_step", "lr_schedulers", "scheduler", "trainer")
+
+    def __init__(self, trainer: Trainer, scheduler: AccumulationScheduler) -> None:
+        self.trainer = trainer
+        self.scheduler = scheduler
+        self.lr_schedulers = LRSchedulers()
+        self.in_step = False
+        self.closes = False
+        self.batch: Any = None
+        self.grad_norm: Tensor | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class FitLifeCycle(WindowOwner, _Module):
+    """The mixin's part that runs once a fit or once an epoch; the work of a step is in `AccumulationMixin`."""
+
+    _accumulation: FitState | None = None
+    _accumulation_counters = Counters()  # of no fit; each fit brings its own
+    # TorchScript compiles properties, unless they are named here.
+    __jit_unused_properties__ = (  # type: ignore[assignment]
+        *LightningModule.__jit_unused_properties__,
+        "effective_step",
+        "skipped_steps",
+    )
+
+    @property
+    def effective_step(self) -> int:
+        """Windows closed so far, over the whole training; 0 before a fit."""
+        return self._accumulation_counters.effective_step
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many of these windows moved no weights; 0 before a fit."""
+        return self._accumulation_counters.skipped_steps
+
+    def _run_configure_callbacks(self, configure_callbacks: Callable[[], Any]) -> list[Callback]:
+        """Attach a scheduler for the Trainer's factor, if there is none, and let the validator pass the flags."""
+        configured = configure_callbacks()
+        callbacks = [configured] if isinstance(configured, Callback) else list(configured or [])
+        trainer = self.trainer
+        present = [c for c in seams.callbacks(trainer) if not (isinstance(c, AccumulationScheduler) and c.is_attached)]
+        seams.set_callbacks(trainer, present)  # without what a fit that failed has left
+        scheduler = next((c for c in (*callbacks, *present) if isinstance(c, AccumulationScheduler)), None)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if scheduler is None:
+            # Also for validation and test: a checkpoint of the fit has its state, and Lightning would miss it.
+            scheduler = AccumulationScheduler(int(trainer.accumulate_grad_batches))
+            scheduler.is_attached = True
+            callbacks.append(scheduler)
+        elif fitting:
+            checks.refuse_two_factors(trainer)
+        if fitting:
+            scheduler.hide_flags(trainer)
+        return callbacks
+
+    @override
+    def _accumulation_begin(self, trainer: Trainer, scheduler: AccumulationScheduler) -> None:
+        self._accumulation = state = FitState(trainer, scheduler)
+        self._accumulation_counters = scheduler.ledger.counters
+        recording = state.lr_schedulers.recording(self.configure_optimizers)
+        seams.shadow_once(self, "configure_optimizers", recording)
+
+    @override
+    def _accumulation_batch_end(self) -> None:
+        if (state := self._accumulation) is not None:
+            state.lr_schedulers.after_batch(state.trainer, self)
+
+    @override
+    def _accumulation_epoch_end(self) -> None:
+        state = self._accumulation
+        if state is None:
+            return
+        if state.scheduler.ledger.is_pending:  # the loop has left an open window
+            self._close_window(state, in_step=False)
+            seams.advance_logger_step(state.trainer)
+        own_hook = self.on_train_epoch_end
+
+        def own_hook_then_schedulers() -> None:
+            own_hook()  # may log the metric that a ReduceLROnPlateau follows
+            state.lr_schedulers.after_epoch(state.trainer, self)
+
+        seams.shadow_once(self, "on_train_epoch_end", own_hook_then_schedulers)
+
+    @override
+    def _accumulation_end(self) -> None:
+        self._accumulation = None
+        for hook in ("configure_optimizers", "on_train_epoch_end"):
+            seams.unshadow(self, hook)
+
+    def _close_window(self, state: FitState, *, in_step: bool) -> None:
+        """Step the optimizers whose windows are open, then count the window."""
+        raise NotImplementedError

@@ -1,0 +1,242 @@
+"""AccumulationScheduler: the callback that opens windows and keeps their state over checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_accum import checks, plan, seams
+from lightning_accum.arguments import as_weight
+from lightning_accum.automatic import AutomaticWindow
+from lightning_accum.flags import TrainerFlags
+from lightning_accum.ledger import Ledger
+from lightning_accum.schedule import Interval, Schedule
+from lightning_accum.window import WindowLength
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class WindowOwner:
+    """A module that accumulates by itself, in manual optimization; the scheduler tells it how a fit goes on."""
+
+    def _accumulation_begin(self, trainer: Trainer, scheduler: AccumulationScheduler) -> None:
+        """A fit is being set up."""
+        raise NotImplementedError
+
+    def _accumulation_batch_end(self) -> None:
+        """A micro-batch has ended."""
+        raise NotImplementedError
+
+    def _accumulation_epoch_end(self) -> None:
+        """An epoch has ended; close what is still open."""
+        raise NotImplementedError
+
+    def _accumulation_end(self) -> None:
+        """The fit is over."""
+        raise NotImplementedError
+
+
+class AccumulationScheduler(Callback):
+    """Schedules the accumulation factor; makes every accumulation window's update that of the one big batch.
+
+    For automatic optimization it is all that is needed: each window gets its true length (an epoch's last one may be
+    shorter), the factor changes only where a window opens, and a resumed fit goes on where it was. Under manual
+    optimization it works with `AccumulationMixin`. While a fit runs, ``trainer.accumulate_grad_batches`` holds the
+    present window's length; afterwards the Trainer has its own value again.
+
+    Args:
+        scheduling: the accumulation factor (micro-batches per window), or ``{start: factor}``, for example
+            ``{0: 1, 5: 4}``. Starts count from 0; a missing start 0 means factor 1 from 0.
+        interval: the unit of the starts: ``"epoch"``, or ``"step"`` for effective steps (windows closed, skipped ones
+            included, as ``trainer.global_step`` counts).
+        weight_fn: how much a micro-batch weighs, from the batch: its samples or unmasked tokens, as a number or a
+            tensor of shape ``()``. Without it micro-batches weigh the same. Give it where they are unequal and the loss
+            is a mean over their items: the window's gradient is ``sum(weight * grad loss) / sum(weight)``.
+
+    Raises:
+        TypeError: a factor or start that is not an int, or a mapping of names.
+        ValueError: an empty mapping, a factor below 1, a negative start, an unknown interval.
+        MisconfigurationException: at fit start, with a setting that does not fit: the Trainer's own factor, another
+            scheduler, a strategy that accumulates by itself, a closure optimizer, manual optimization without a mixin.
+
+    Example:
+        >>> import lightning as L
+        >>> scheduler = AccumulationScheduler({0: 1, 5: 4})
+        >>> trainer = L.Trainer(callbacks=[scheduler], logger=False, barebones=True)
+        >>> print(scheduler.schedule)
+        1 from epoch 0, 4 from epoch 5
+    """
+
+    def __init__(
+        self,
+        scheduling: int | dict[int, int],
+        *,
+        interval: Interval = "epoch",
+        weight_fn: Callable[[Any], float | Tensor] | None = None,
+    ) -> None:
+        self.schedule = Schedule.parse(scheduling, interval)
+        self.scheduling = scheduling if isinstance(scheduling, int) else dict(scheduling)
+        self.weight_fn = weight_fn
+        self.ledger = Ledger()
+        self.is_attached = False  # by the mixin, for one fit
+        self._automatic = AutomaticWindow()
+        self._flags = TrainerFlags()
+        self._restored: dict[str, Any] | None = None
+
+    # In the order of a run
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if self.is_attached and not self._flags.are_hidden:
+            self._detach(trainer)  # left over from a fit of another module that failed
+            return
+        checks.refuse_strategy(trainer)
+        checks.refuse_second_scheduler(trainer)
+        self.ledger, self._restored = Ledger(), None
+        if isinstance(pl_module, WindowOwner):
+            pl_module._accumulation_begin(trainer, self)
+        elif not pl_module.automatic_optimization:
+            checks.refuse_manual_optimization(pl_module)
+        else:
+            checks.refuse_two_factors(trainer)
+        self._flags.show(trainer, WindowLength(self.schedule.factor_at(0)))
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        checks.refuse_closure_optimizers(trainer.optimizers, self.schedule, not pl_module.automatic_optimization)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restore(trainer)
+        # Before the first micro-batch of a resumed fit the loop asks whether the last one had closed its window.
+        opened_at = seams.ready_batches(trainer)
+        window = self.ledger.window or WindowLength(
+            self._factor(trainer), opened_at, self.ledger.counters.effective_step
+        )
+        self._flags.write(trainer, window)
+        if pl_module.automatic_optimization:
+            self._automatic.start(trainer, pl_module, self.ledger.optimizer(0))
+        rank_zero_info(plan.arithmetic(trainer, self.schedule))
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.ledger.window = None
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not self._flags.in_charge(trainer):
+            return
+        if self.ledger.window is None or batch_idx >= self.ledger.window.end:
+            self._flags.write(trainer, self._next_window(trainer, pl_module, batch_idx))
+        self._flags.hold_logs(trainer)
+        if self.weight_fn is not None and pl_module.automatic_optimization:
+            self._automatic.weight = as_weight(self.weight_fn(batch), pl_module.device, "weight_fn(batch)")
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._works_for(trainer, pl_module):
+            self._automatic.before_backward(trainer, loss)
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._works_for(trainer, pl_module):
+            moves = self._automatic.before_optimizer_step(optimizer)
+            # Counted here and not in on_train_batch_end, so that a checkpoint made by a callback that comes earlier in
+            # the list does not see a window that is closed already.
+            self.ledger.close(skipped=not moves)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if isinstance(pl_module, WindowOwner):
+            pl_module._accumulation_batch_end()
+        elif self._works_for(trainer, pl_module):
+            self._automatic.batch_end(trainer, pl_module, outputs, self.ledger.counters.effective_step - 1)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._flags.release_logs(trainer)
+        if isinstance(pl_module, WindowOwner):
+            pl_module._accumulation_epoch_end()
+        elif self.ledger.window is not None and (dropped := self._automatic.window.micro_batches):
+            rank_zero_warn(
+                f"Epoch {trainer.current_epoch} ended inside an accumulation window. Automatic optimization makes no"
+                f" step there: its {dropped} micro-batches are dropped. AccumulationMixin steps with their mean."
+            )
+        self.ledger.window = None
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._end(trainer, pl_module)
+        if self.is_attached:
+            self._detach(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # The open window is kept, and an attached scheduler stays: OnExceptionCheckpoint saves after this hook.
+        self._end(trainer, pl_module)
+
+    def _end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._flags.give_back(trainer)
+        if isinstance(module, WindowOwner):
+            module._accumulation_end()
+
+    # For the mixin
+
+    def hide_flags(self, trainer: Trainer) -> None:
+        """Take what Lightning's validator refuses in manual optimization, until ``setup``."""
+        self._flags.hide(trainer)
+
+    def _detach(self, trainer: Trainer) -> None:
+        seams.set_callbacks(trainer, [callback for callback in seams.callbacks(trainer) if callback is not self])
+
+    # Windows
+
+    def _next_window(self, trainer: Trainer, module: LightningModule, batch_idx: int) -> WindowLength:
+        overdue = self.ledger.window
+        if overdue is not None and (not module.automatic_optimization or self._automatic.window.micro_batches):
+            # The loader gave None for its last place, for which Lightning calls no hook: it closes with this one.
+            return self.ledger.open(batch_idx + 1 - overdue.opened_at, overdue.opened_at)
+        self._automatic.window.clear()
+        left = trainer.num_training_batches - batch_idx
+        length = min(self._factor(trainer), left) if left > 0 else self._factor(trainer)
+        return self.ledger.open(int(length), batch_idx)
+
+    def _factor(self, trainer: Trainer) -> int:
+        return self.schedule.factor(epoch=trainer.current_epoch, effective_step=self.ledger.counters.effective_step)
+
+    def _works_for(self, trainer: Trainer, module: LightningModule) -> bool:
+        return module.automatic_optimization and self._flags.in_charge(trainer)
+
+    # Checkpoints
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.ledger.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict
+
+    def _restore(self, trainer: Trainer) -> None:
+        """Go on where the checkpoint was made; without one, where Lightning's own counter stands."""
+        state, self._restored = self._restored, None
+        if state is None:  # the first fit, a second one, or a training that was begun without this package
+            self.ledger.restart(trainer.global_step // max(len(trainer.optimizers), 1))
+            return
+        self.ledger.load_state_dict(state)
+        if self.ledger.window is not None:
+            rank_zero_warn(
+                "The checkpoint was made inside an accumulation window, and holds no gradients of it: the window goes"
+                " on with the micro-batches that are left, and steps with their mean."
+            )

@@ -1,0 +1,102 @@
+"""Every place where this package leans on Lightning's inner workings: one small function each, with its fact.
+
+``tests/test_seams.py`` has a test for each that fails when Lightning changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+
+def callbacks(trainer: Trainer) -> list[Callback]:
+    """The Trainer's callbacks. Fact: an attribute that Lightning sets from elsewhere, unknown to type checkers."""
+    return trainer.callbacks  # type: ignore[attr-defined,no-any-return]
+
+
+def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
+    """Exchange the list. Fact: Lightning may be iterating over the old one, which must not change."""
+    trainer.callbacks = callbacks  # type: ignore[attr-defined]
+
+
+def closes_window(trainer: Trainer) -> bool:
+    """Whether the present micro-batch is its window's last one.
+
+    Fact: the loop steps iff ``ready % trainer.accumulate_grad_batches == 0`` or the batch is the epoch's last one, and
+    counts a micro-batch as ready before ``on_train_batch_start``.
+    """
+    return not trainer.fit_loop._should_accumulate()
+
+
+def ready_batches(trainer: Trainer) -> int:
+    """Micro-batches of this epoch that the loop has begun, the present one included."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def epoch_is_complete(trainer: Trainer) -> bool:
+    """Whether the epoch's last micro-batch was reached; Lightning's condition for LR schedulers of interval epoch."""
+    return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+
+def logger_step(trainer: Trainer) -> int:
+    """The loggers' x-axis. Fact: the loop adds 1 after each micro-batch at which it "does not accumulate"."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def advance_logger_step(trainer: Trainer) -> None:
+    """Count a window that was closed outside a micro-batch, which the loop cannot know of."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped += 1
+
+
+def logs_now(trainer: Trainer) -> bool:
+    """Whether a step metric is due, by ``log_every_n_steps``."""
+    return trainer._logger_connector.should_update_logs
+
+
+@contextmanager
+def counted(trainer: Trainer, optimizer: LightningOptimizer) -> Iterator[None]:
+    """Let ``trainer.global_step`` count a step made outside ``training_step``.
+
+    Fact: in manual optimization the wrapper's two callables count, and they are in place only around ``training_step``.
+    """
+    manual = trainer.fit_loop.epoch_loop.manual_optimization
+    before, after = optimizer._on_before_step, optimizer._on_after_step
+    optimizer._on_before_step, optimizer._on_after_step = manual._on_before_step, manual._on_after_step
+    try:
+        yield
+    finally:
+        optimizer._on_before_step, optimizer._on_after_step = before, after
+
+
+@contextmanager
+def shadowed(module: LightningModule, hook: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Put a function in front of a module's hook for a while.
+
+    Fact: Lightning looks hooks up on the instance, so that an instance attribute comes before the class's method. The
+    user's own override, which may not call ``super()``, stays what it is.
+    """
+    module.__dict__[hook] = replacement
+    try:
+        yield
+    finally:
+        module.__dict__.pop(hook, None)
+
+
+def shadow_once(module: LightningModule, hook: str, replacement: Callable[..., Any]) -> None:
+    """Put a function in front of a module's hook for Lightning's next call of it."""
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        unshadow(module, hook)
+        return replacement(*args, **kwargs)
+
+    module.__dict__[hook] = once
+
+
+def unshadow(module: LightningModule, hook: str) -> None:
+    """Take away what ``shadow_once`` put there, if Lightning never called it."""
+    module.__dict__.pop(hook, None)

@@ -1,0 +1,90 @@
+"""How much each micro-batch weighs in its window, and what makes the window's gradient the weighted mean."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Weight = float | Tensor
+
+
+class OptimizerWindow:
+    """What one optimizer's open window holds: sums of weight and loss, and the scale that its losses get.
+
+    Micro-batch ``i`` of a window contributes ``grad loss_i * weight_i / (length * reference)``. At the window's end
+    the gradients are multiplied by ``length * reference / sum(weight)``, which makes them
+    ``sum(weight_i * grad loss_i) / sum(weight_i)``. The reference is the mean weight of the window before: with it the
+    scale stays near 1/length, in fp16's range, and both factors are exact for equal weights.
+
+    Args:
+        steps: optimizer steps made before, without the skipped ones.
+        reference: the mean weight per contribution in the last window; None before there is one.
+    """
+
+    __slots__ = ("has_closed", "has_moved", "length", "loss", "micro_batches", "reference", "steps", "weight")
+
+    def __init__(self, steps: int = 0, reference: Weight | None = None) -> None:
+        self.steps = steps
+        self.reference = reference
+        self.clear()
+        self.begin()
+
+    def clear(self) -> None:
+        """Forget what the window holds."""
+        self.length = 1
+        self.micro_batches = 0
+        self.weight: Weight = 0.0
+        self.loss: Weight = 0.0
+
+    def begin(self) -> None:
+        """The next window is another one."""
+        self.has_closed = self.has_moved = False
+
+    def add(self, weight: Weight, announced: int) -> None:
+        """Count a contribution to a window that is announced to hold so many."""
+        if self.micro_batches == 0:
+            self.length = announced  # fixed here: what is in the gradients has been scaled by it
+        if self.reference is None:
+            self.reference = _first_reference(weight)
+        self.micro_batches += 1
+        self.weight = self.weight + weight
+
+    def add_loss(self, loss: Tensor, weight: Weight) -> None:
+        """Sum the losses, detached and in at least float32; nothing of the graph is kept."""
+        loss = loss.detach()
+        if loss.dtype in (torch.float16, torch.bfloat16):
+            loss = loss.float()
+        self.loss = loss * weight + self.loss
+
+    def scale(self, weight: Weight, divided_by: int = 1) -> Weight:
+        """What a loss of this weight is multiplied by, if somebody else divides it by ``divided_by`` as well."""
+        return weight * divided_by / self._unit()
+
+    def correction(self) -> Weight:
+        """What turns the accumulated gradient into the weighted mean; 1 in a full window of equal weights."""
+        return self._unit() / self.weight
+
+    def _unit(self) -> Weight:
+        return self.length if self.reference is None else self.length * self.reference
+
+    def is_empty(self) -> bool:
+        """Whether the total weight is 0. Reads one number from the device if the weights are tensors."""
+        return float(self.weight) == 0.0
+
+    def mean_loss(self) -> Tensor:
+        """The window's weighted mean loss, scalar ``()``."""
+        mean = self.loss / self.weight
+        assert isinstance(mean, Tensor)
+        return mean
+
+    def close(self) -> None:
+        """Keep the mean weight as the next window's reference, and forget the rest."""
+        self.reference = self.weight / self.micro_batches
+        self.clear()
+
+
+def _first_reference(weight: Weight) -> Weight | None:
+    """The first weight above 0; a tensor that may be 0 is replaced by 1 on the device, without a look at it."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, weight, torch.ones_like(weight))
+    return weight or None
