@@ -11,8 +11,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_accum import seams
-
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -60,13 +58,17 @@ class LRSchedulers:
         while self._awaiting_metric:
             self._step_with_metric(trainer, module, self._awaiting_metric.pop(0))
 
-    def after_epoch(self, trainer: Trainer, module: LightningModule) -> None:
-        """Step the schedulers of interval epoch, if the epoch was not left before its end."""
+    def after_epoch(self, trainer: Trainer, module: LightningModule, *, with_metric: bool) -> None:
+        """Step the schedulers of interval epoch: those that follow a metric, or the others.
+
+        As in automatic optimization, the others are stepped at the epoch's last micro-batch, so that every checkpoint
+        made afterwards has them stepped, and those with a metric when the module's own hooks have logged it.
+        """
         for config in trainer.lr_scheduler_configs:
-            due = (trainer.current_epoch + 1) % config.frequency == 0
-            if config.interval != "epoch" or not due or not seams.epoch_is_complete(trainer):
+            due = config.interval == "epoch" and (trainer.current_epoch + 1) % config.frequency == 0
+            if not due or with_metric != (id(config.scheduler) in self._monitors):
                 continue
-            if id(config.scheduler) in self._monitors:
+            if with_metric:
                 self._step_with_metric(trainer, module, config)
             else:
                 module.lr_scheduler_step(config.scheduler, None)

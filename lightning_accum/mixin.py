@@ -88,13 +88,14 @@ class AccumulationMixin(FitLifeCycle):
         state = self._accumulation
         if state is None:
             return training_step(*args, **kwargs)
-        state.in_step, state.closes, state.batch = True, seams.closes_window(state.trainer), args[0] if args else None
+        state.begin_step(args[0] if args else None, closes=seams.closes_window(state.trainer))
         try:
             output = training_step(*args, **kwargs)
             if state.closes:
                 self._close_window(state, in_step=True)
+                self._complete_epoch(state)
         finally:
-            state.in_step, state.batch = False, None
+            state.end_step()
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -154,6 +155,8 @@ class AccumulationMixin(FitLifeCycle):
         else:
             weight = 1.0 if weight is None else as_weight(weight, loss.device)
         window.add(weight, int(state.trainer.accumulate_grad_batches))
+        if not isinstance(weight, Tensor) and weight == 0:
+            return  # the mean over no items is NaN, and 0 * NaN too
         window.add_loss(loss, weight)
         scale = window.scale(weight)
         self.manual_backward(loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale))

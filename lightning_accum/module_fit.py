@@ -24,16 +24,26 @@ else:
 class FitState:
     """What the mixin knows during a fit. It holds detached tensors only; it copies and pickles as None."""
 
-    __slots__ = ("batch", "closes", "grad_norm", "in_step", "lr_schedulers", "scheduler", "trainer")
+    __slots__ = ("batch", "closes", "grad_norm", "in_step", "is_mid_epoch", "lr_schedulers", "scheduler", "trainer")
 
     def __init__(self, trainer: Trainer, scheduler: AccumulationScheduler) -> None:
         self.trainer = trainer
         self.scheduler = scheduler
         self.lr_schedulers = LRSchedulers()
         self.in_step = False
+        self.is_mid_epoch = False
         self.closes = False
         self.batch: Any = None
         self.grad_norm: Tensor | None = None
+
+    def begin_step(self, batch: Any, *, closes: bool) -> None:
+        """A `training_step` begins."""
+        self.batch, self.closes = batch, closes
+        self.in_step = self.is_mid_epoch = True
+
+    def end_step(self) -> None:
+        """It has ended, or failed."""
+        self.batch, self.in_step = None, False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -101,13 +111,22 @@ class FitLifeCycle(WindowOwner, _Module):
         if state.scheduler.ledger.is_pending:  # the loop has left an open window
             self._close_window(state, in_step=False)
             seams.advance_logger_step(state.trainer)
+        if state.is_mid_epoch:  # left by `on_train_batch_start` that returned -1
+            self._complete_epoch(state)
         own_hook = self.on_train_epoch_end
 
         def own_hook_then_schedulers() -> None:
             own_hook()  # may log the metric that a ReduceLROnPlateau follows
-            state.lr_schedulers.after_epoch(state.trainer, self)
+            if seams.epoch_is_complete(state.trainer):
+                state.lr_schedulers.after_epoch(state.trainer, self, with_metric=True)
 
         seams.shadow_once(self, "on_train_epoch_end", own_hook_then_schedulers)
+
+    def _complete_epoch(self, state: FitState) -> None:
+        """Step the LR schedulers of interval epoch if the epoch has come to its end."""
+        state.is_mid_epoch = not seams.epoch_is_complete(state.trainer)
+        if not state.is_mid_epoch:
+            state.lr_schedulers.after_epoch(state.trainer, self, with_metric=False)
 
     @override
     def _accumulation_end(self) -> None:
