@@ -1,0 +1,47 @@
+"""Everything that the README shows is run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def namespace() -> dict[str, Any]:
+    return {"__name__": "readme"}
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+@pytest.mark.filterwarnings("ignore:.*log_every_n_steps")
+def test_a_python_block_runs_after_those_before_it(number: int, namespace: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    exec(compile(blocks("python")[number], f"README.md, python block {number}", "exec"), namespace)
+
+
+def test_the_yaml_block_configures_a_fit(namespace: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = blocks("yaml")
+    Path("config.yaml").write_text(block)
+    monkeypatch.setattr(sys, "argv", ["program", "--config", "config.yaml", "--trainer.logger", "false"])
+    cli = LightningCLI(namespace["LitModel"], run=False, save_config_callback=None)
+    assert cli.model.learning_rate == 0.2
+    cli.trainer.fit(cli.model, torch.utils.data.DataLoader(namespace["data"], batch_size=8))
+    assert cli.model.effective_step == 7 + 2 + 2
+
+
+def test_the_two_commands_are_there() -> None:
+    (commands,) = blocks("bash")
+    run_job, run_tests = commands.splitlines()
+    assert run_job.endswith("python examples/digits.py --config examples/digits.yaml")
+    assert run_tests.endswith("&& pytest")  # what .ci/run looks for
