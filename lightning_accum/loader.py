@@ -24,6 +24,8 @@ def samples(trainer: Trainer, first: int, end: int) -> int | None:
     size = micro_batch_size(loader)
     if size is None:
         return None
-    sampler = getattr(loader, "sampler", None)
-    in_epoch = len(sampler) if isinstance(sampler, Sized) and not getattr(loader, "drop_last", False) else end * size
+    source = getattr(loader, "batch_sampler", None)  # one of the user's own draws from a sampler of its own
+    source = loader if source is None else source
+    sampler = getattr(source, "sampler", None)
+    in_epoch = len(sampler) if isinstance(sampler, Sized) and not getattr(source, "drop_last", False) else end * size
     return (min(end * size, in_epoch) - min(first * size, in_epoch)) * trainer.world_size

@@ -61,11 +61,18 @@ class AccumulationMonitor(Callback):
                 "AccumulationMonitor found nothing to monitor. Add an AccumulationScheduler to the callbacks, or make"
                 f" `class {type(pl_module).__name__}(AccumulationMixin, LightningModule)`."
             )
+        if stage == "fit" and trainer.global_step == 0:
+            self._samples = 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_index = -1
         rank_zero_info(_table(trainer))
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # Not when a window is told of: a checkpoint may be made before that, and a window of weight 0 is not told of.
+        self._samples += samples(trainer, batch_idx, batch_idx + 1) or 0
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -80,7 +87,6 @@ class AccumulationMonitor(Callback):
         self._last_index = step.index
         window = current_window(trainer)
         in_window = samples(trainer, window.opened_at, seams.ready_batches(trainer))
-        self._samples += in_window or 0
         if not seams.logs_now(trainer):
             return
         schedule = plan.schedule_of(trainer)
@@ -122,7 +128,7 @@ class AccumulationMonitor(Callback):
 def _table(trainer: Trainer) -> str:
     """The plan, one row for epochs that look the same; what the loader does not tell is left out."""
     size = micro_batch_size(trainer.train_dataloader)
-    batches, epochs, max_windows = plan.limits(trainer)
+    batches, epochs, max_windows = plan.limits(trainer, len(trainer.optimizers))
     schedule = plan.schedule_of(trainer)
     if inf in (batches, min(epochs, max_windows)):
         return f"Accumulation plan: factor {schedule}; the number of windows is not known beforehand."

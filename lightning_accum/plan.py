@@ -145,8 +145,11 @@ def estimated_stepping_batches(trainer: Trainer, *, num_optimizers: int = 1) -> 
     References:
         https://github.com/Lightning-AI/pytorch-lightning/pull/11599
     """
+    message = f"`estimated_stepping_batches(num_optimizers={num_optimizers!r})`: must be an int >= 1."
+    if isinstance(num_optimizers, bool) or not isinstance(num_optimizers, int):
+        raise TypeError(message)
     if num_optimizers < 1:
-        raise ValueError(f"`estimated_stepping_batches(num_optimizers={num_optimizers})`: must be an int >= 1.")
+        raise ValueError(message)
     if trainer.train_dataloader is None:
         trainer.fit_loop.setup_data()  # as Trainer.estimated_stepping_batches does
     batches, epochs, max_windows = limits(trainer, num_optimizers)

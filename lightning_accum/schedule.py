@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -91,8 +92,9 @@ class Schedule:
 
 def _start(key: Any, scheduling: Mapping[Any, int], interval: Interval) -> int:
     """A start from a mapping's key; configuration files of Hydra and OmegaConf write numbers as strings."""
-    if isinstance(key, str) and key.strip().lstrip("-").isdigit():
-        key = int(key)
+    if isinstance(key, str):
+        with suppress(ValueError):
+            key = int(key)
     if isinstance(key, str):
         raise TypeError(
             f"{_call(scheduling)}: the start {key!r} is not a number. There is one factor for all optimizers; an"

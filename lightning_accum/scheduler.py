@@ -79,7 +79,7 @@ class AccumulationScheduler(Callback):
         scheduling: int | dict[int, int],
         *,
         interval: Interval = "epoch",
-        weight_fn: Callable[[Any], float | Tensor] | None = None,
+        weight_fn: Callable[[Any], Any] | None = None,  # a class as its result would make jsonargparse want a factory
     ) -> None:
         self.schedule = Schedule.parse(scheduling, interval)
         self.scheduling = scheduling if isinstance(scheduling, int) else dict(scheduling)
@@ -205,7 +205,7 @@ class AccumulationScheduler(Callback):
     def _next_window(self, trainer: Trainer, module: LightningModule, batch_idx: int) -> WindowLength:
         overdue = self.ledger.window
         if overdue is not None and (not module.automatic_optimization or self._automatic.window.micro_batches):
-            # The loader gave None for its last place, for which Lightning calls no hook: it closes with this one.
+            # The loader gave None for its last place, at which Lightning runs no training step: this one closes it.
             return self.ledger.open(batch_idx + 1 - overdue.opened_at, overdue.opened_at)
         self._automatic.window.clear()
         left = trainer.num_training_batches - batch_idx

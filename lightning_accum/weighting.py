@@ -51,6 +51,8 @@ class OptimizerWindow:
 
     def add_loss(self, loss: Tensor, weight: Weight) -> None:
         """Sum the losses, detached and in at least float32; nothing of the graph is kept."""
+        if not isinstance(weight, Tensor) and weight == 0:
+            return  # the mean over no items is NaN, and 0 * NaN too
         loss = loss.detach()
         if loss.dtype in (torch.float16, torch.bfloat16):
             loss = loss.float()

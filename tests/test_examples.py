@@ -1,0 +1,139 @@
+"""Every example runs from an empty folder, keeps its claim, and says nothing that a user would wonder about."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+import yaml
+from cli_helpers import SHORT_NAME, run_cli, write_yaml
+from lightning.pytorch.cli import LightningCLI
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+# What digits.yaml comes to: 1,257 samples in micro-batches of 64, the last one of 41; factor 1 for 6 epochs, then 4.
+WINDOWS = 6 * [*(19 * [64]), 41] + 10 * [*(4 * [256]), 3 * 64 + 41]
+
+
+def run_example(*command_line: str | Path) -> str:
+    """Run it as a user does; returns what it prints."""
+    command = [sys.executable, *map(str, command_line)]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=600, check=False)
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed
+    assert "warn" not in printed.lower()
+    return printed
+
+
+def column(rows: list[dict[str, str]], name: str) -> dict[int, float]:
+    """The logged points of one metric, by the logger's x; two points at one x are an error."""
+    points = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
+    assert len(dict(points)) == len(points)
+    return dict(points)
+
+
+def one_cycle(max_lr: float, steps: int) -> list[float]:
+    """The learning rates of so many steps of plain torch."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr, total_steps=steps)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"callback_only.py", "digits.py"}
+
+
+def test_the_callback_alone_equals_the_big_batch() -> None:
+    # 500 samples in micro-batches of 16: 32 in an epoch. The example compares the weights itself.
+    assert f"{3 * 32 + 3 * 8} effective steps" in run_example(EXAMPLES / "callback_only.py")
+
+
+def test_digits_are_learned_with_one_point_per_effective_step() -> None:
+    printed = run_example(EXAMPLES / "digits.py", "--config", EXAMPLES / "digits.yaml")
+    assert re.search(r"6-15 +4 +256 +5", printed)  # the plan's second row
+    (metrics,) = Path().glob("lightning_logs/*/metrics.csv")
+    rows = list(csv.DictReader(metrics.read_text().splitlines()))
+    every_step = list(range(len(WINDOWS)))
+    for name in ("train/loss", "train/accuracy", "accumulation/lr", "accumulation/effective_batch_size"):
+        assert list(column(rows, name)) == every_step
+    assert list(column(rows, "accumulation/effective_batch_size").values()) == WINDOWS
+    assert list(column(rows, "accumulation/lr").values()) == pytest.approx(one_cycle(0.02, len(WINDOWS)), abs=1e-12)
+    (accuracy,) = column(rows, "test/accuracy").values()
+    assert accuracy >= 0.97
+    assert plt.imread("digits.png").std() > 0.1  # a white picture's is 0
+
+
+# The same program and configuration with other command lines, in short
+
+
+@pytest.fixture(scope="module")
+def digits() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("digits", EXAMPLES / "digits.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SHORT = ("--trainer.max_epochs=8", "--trainer.limit_train_batches=4", "--trainer.limit_val_batches=0")
+
+
+def fit(digits: ModuleType, *command_line: str) -> LightningCLI:
+    """Eight epochs of four micro-batches."""
+    return run_cli(*command_line, model=digits.DigitsModel, datamodule_class=digits.DigitsData)
+
+
+def by_yaml(*flags: str) -> tuple[str, ...]:
+    quiet = ("--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_progress_bar=false")
+    return ("--config", str(EXAMPLES / "digits.yaml"), *SHORT, *quiet, *flags)
+
+
+def weights(cli: LightningCLI) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(cli.model.parameters()).detach()
+
+
+@pytest.mark.parametrize(
+    ("command_line", "steps"),
+    [
+        pytest.param(by_yaml(), 6 * 4 + 2 * 1, id="yaml"),
+        pytest.param(by_yaml("--trainer.callbacks.scheduling={0: 2, 7: 3}"), 7 * 2 + 2, id="yaml and a schedule"),
+        pytest.param(
+            by_yaml("--trainer.callbacks=null", "--trainer.accumulate_grad_batches=4"), 8 * 1, id="yaml and a factor"
+        ),
+        pytest.param((SHORT_NAME, "--trainer.callbacks.scheduling={0: 1, 6: 4}", *SHORT), 6 * 4 + 2, id="short name"),
+        pytest.param(("--trainer.accumulate_grad_batches=2", "--trainer.gradient_clip_val=1", *SHORT), 16, id="flags"),
+    ],
+)
+def test_digits_make_the_steps_that_the_command_line_says(
+    digits: ModuleType, command_line: tuple[str, ...], steps: int
+) -> None:
+    cli = fit(digits, *command_line)
+    assert cli.model.effective_step == cli.trainer.global_step == steps
+
+
+def test_digits_repeat_exactly_from_the_printed_configuration(
+    digits: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        fit(digits, *by_yaml("--print_config"))
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed)["trainer"]["max_epochs"] == 8
+    first = fit(digits, *by_yaml())
+    Path("config.yaml").unlink()
+    again = fit(digits, "--config", write_yaml(printed, "printed.yaml"))
+    assert again.model.effective_step == first.model.effective_step == 26
+    assert torch.equal(weights(again), weights(first))

@@ -1,0 +1,150 @@
+"""The package as a whole: its public names, its version, what importing it does, and how its rooms import."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import logging
+import re
+import sys
+import warnings
+from fnmatch import fnmatch
+from graphlib import TopologicalSorter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import lightning_accum
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(lightning_accum.__file__).parent
+TOP_LEVEL = {"CHANGELOG.md", "LICENSE", "README.md", "examples", "lightning_accum", "pyproject.toml", "tests"}
+
+
+def test_all_names_every_public_attribute() -> None:
+    public = {
+        name
+        for name, value in vars(lightning_accum).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert public == set(lightning_accum.__all__)
+    assert lightning_accum.__all__ == sorted(lightning_accum.__all__)
+
+
+def test_public_names_are_those_that_were_promised() -> None:
+    assert {
+        *("AccumulationMixin", "AccumulationMonitor", "AccumulationScheduler", "EffectiveStep"),
+        "estimated_stepping_batches",
+    } <= set(lightning_accum.__all__)
+
+
+DOCUMENTED = {
+    **{name: getattr(lightning_accum, name) for name in lightning_accum.__all__},
+    "AccumulationMixin.accumulate": lightning_accum.AccumulationMixin.accumulate,
+}
+
+
+@pytest.mark.parametrize("public", DOCUMENTED.values(), ids=DOCUMENTED)
+def test_every_public_object_documents_each_of_its_arguments(public: Any) -> None:
+    doc = inspect.getdoc(public)
+    assert doc
+    arguments = [name for name in inspect.signature(public).parameters if name not in ("self", "args", "kwargs")]
+    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", doc, re.MULTILINE | re.DOTALL)
+    documented = re.findall(r"^    (\w+):", section[1], re.MULTILINE) if section else []
+    assert documented == arguments
+
+
+def test_the_version_is_the_newest_release_in_the_changelog() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    releases = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}$", changelog, re.MULTILINE)
+    assert releases[0] == lightning_accum.__version__
+    as_numbers = [tuple(map(int, release.split("."))) for release in releases]
+    assert as_numbers == sorted(set(as_numbers), reverse=True)
+
+
+def test_type_checkers_are_told_that_the_package_is_typed() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_the_top_level_of_the_repository_is_fixed() -> None:
+    ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().split() if not line.startswith("#")]
+    names = {
+        path.name
+        for path in ROOT.iterdir()
+        if not path.name.startswith(".") and not any(fnmatch(path.name, pattern) for pattern in ignored)
+    }
+    assert names == TOP_LEVEL
+
+
+def test_importing_it_leaves_warnings_and_loggers_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def state() -> list[Any]:
+        loggers = [logging.getLogger(name) for name in (None, "lightning", "lightning.pytorch", "lightning_accum")]
+        return [warnings.filters[:], [(log.level, log.handlers[:], log.filters[:], log.propagate) for log in loggers]]
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "lightning_accum"]:
+        monkeypatch.delitem(sys.modules, name)
+    before = state()
+    again = importlib.import_module("lightning_accum")
+    assert again is not lightning_accum
+    assert state() == before
+
+
+# The rooms
+
+
+def imports() -> dict[str, set[str]]:
+    """Which modules of the package each one imports, anywhere in it, for type checkers too."""
+    found: dict[str, set[str]] = {}
+    for path in PACKAGE.glob("*.py"):
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "lightning_accum":
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning_accum."):
+                names.add(str(node.module).split(".")[1])
+            elif isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("lightning_accum.")}
+            assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path.name}: relative import"
+        found[path.stem] = names
+    return found
+
+
+def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
+    """Modules that importing one brings in, without itself."""
+    seen: set[str] = set()
+    todo = [start]
+    while todo:
+        for name in graph[todo.pop()] - seen:
+            seen.add(name)
+            todo.append(name)
+    return seen
+
+
+def test_imports_run_one_way() -> None:
+    graph = imports()
+    assert len(list(TopologicalSorter(graph).static_order())) == len(graph) > 10  # raises CycleError on a cycle
+    assert {"schedule", "plan", "scheduler", "gradients", "lr_schedulers"} <= reachable("mixin", graph)
+    assert {"schedule", "window", "plan"} <= reachable("scheduler", graph)
+
+
+@pytest.mark.parametrize(
+    ("room", "foreign"),
+    [
+        pytest.param("monitor", {"scheduler", "mixin", "module_fit", "automatic", "ledger", "flags"}, id="monitor"),
+        pytest.param("plan", {"scheduler", "mixin", "module_fit"}, id="plan"),
+        pytest.param("scheduler", {"mixin", "module_fit", "monitor", "lr_schedulers"}, id="scheduler"),
+        pytest.param("mixin", {"monitor"}, id="mixin"),
+    ],
+)
+def test_a_room_knows_nothing_of_those_above_it(room: str, foreign: set[str]) -> None:
+    graph = imports()
+    assert foreign <= set(graph)
+    assert not reachable(room, graph) & foreign
+
+
+@pytest.mark.parametrize("room", ["schedule", "window", "weighting", "wrapping"])
+def test_the_pure_rooms_import_no_other_room(room: str) -> None:
+    assert imports()[room] == set()

@@ -1,0 +1,507 @@
+"""Lightning's inner workings that the package stands on: each test fails when Lightning changes the fact.
+
+Modules and callbacks here are plain Lightning, so that nothing but Lightning is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from helpers import Toy, Unsized, as_given, make_trainer, ones
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_accum import seams
+
+
+class Rows(Logger):
+    """Keeps what is logged: x and metrics."""
+
+    name, version = "rows", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class ManualPlain(Toy):
+    """Manual optimization by hand: a step for each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward((self.w * batch).mean())
+        optimizer.step()
+
+
+class At(L.Callback):
+    """Runs a function in each of the named hooks."""
+
+    def __init__(self, **hooks: Callable[[L.Trainer, Any], Any]) -> None:
+        for name, run in hooks.items():
+            setattr(self, name, lambda trainer, module, *_, run=run, **__: run(trainer, module))
+
+
+# The callbacks
+
+
+def test_callbacks_are_those_that_lightning_calls() -> None:
+    called = []
+    late = At(on_train_start=lambda *_: called.append("late"))
+    first = At(setup=lambda trainer, _: seams.set_callbacks(trainer, [*seams.callbacks(trainer), late]))
+    trainer = make_trainer(callbacks=[first])
+    trainer.fit(Toy(), ones(1))
+    assert called == ["late"]
+    assert seams.callbacks(trainer) == [first, late]
+
+
+@pytest.mark.parametrize("hook", ["setup", "teardown"])
+def test_a_callback_may_take_itself_away_while_lightning_calls_all_of_them(hook: str) -> None:
+    called = []
+
+    def leave(trainer: L.Trainer, _: Any) -> None:
+        called.append("leaving")
+        seams.set_callbacks(trainer, [c for c in seams.callbacks(trainer) if c is not leaving])
+
+    leaving = At(**{hook: leave, "on_train_start": lambda *_: called.append("on_train_start")})
+    others = [At(**{hook: lambda *_, n=n: called.append(n)}) for n in ("before", "after")]
+    trainer = make_trainer(callbacks=[others[0], leaving, others[1]])
+    trainer.fit(Toy(), ones(1))
+    started = [] if hook == "setup" else ["on_train_start"]
+    assert called == [*started, "before", "leaving", "after"]
+    assert seams.callbacks(trainer) == others
+
+
+# Where the loop stands
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+@pytest.mark.parametrize("factor", [1, 3, 9])
+@pytest.mark.parametrize("limit", [None, 5], ids=["whole epoch", "limited"])
+def test_closes_window_agrees_with_the_steps_that_lightning_makes(sized: bool, factor: int, limit: int | None) -> None:
+    answers: dict[str, list[bool]] = {"on_train_batch_start": [], "training_step": [], "on_train_batch_end": []}
+
+    class Asking(Toy):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            answers["training_step"].append(seams.closes_window(self.trainer))
+            return super().training_step(batch, batch_idx)
+
+    def ask(hook: str) -> Any:
+        return lambda trainer, _: answers[hook].append(seams.closes_window(trainer))
+
+    module = Asking()
+    callback = At(**{hook: ask(hook) for hook in ("on_train_batch_start", "on_train_batch_end")})
+    trainer = make_trainer(
+        accumulate_grad_batches=factor, limit_train_batches=limit, max_epochs=2, callbacks=[callback]
+    )
+    trainer.fit(module, ones(8, sized=sized))
+    closing = [i for i, closes in enumerate(answers["training_step"]) if closes]
+    assert closing == module.stepped_at != []
+    assert answers["on_train_batch_start"] == answers["training_step"] == answers["on_train_batch_end"]
+
+
+def test_ready_batches_counts_the_present_one_from_the_first_hook_on_and_a_none_too() -> None:
+    seen: list[tuple[str, int]] = []
+
+    def note(hook: str) -> Any:
+        return lambda trainer, _: seen.append((hook, seams.ready_batches(trainer)))
+
+    hooks = ("on_train_batch_start", "on_before_backward", "on_train_batch_end", "on_train_epoch_end")
+    one = torch.ones(1, dtype=torch.float64)
+    trainer = make_trainer(max_epochs=2, callbacks=[At(**{hook: note(hook) for hook in hooks})])
+    trainer.fit(Toy(), as_given([one, None, one]))
+    first, third = ([(hook, n) for hook in hooks[:3]] for n in (1, 3))
+    assert seen == [*first, ("on_train_batch_end", 2), *third, ("on_train_epoch_end", 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "sized", "leave", "complete"),
+    [
+        pytest.param({}, True, False, True, id="whole epoch"),
+        pytest.param({}, False, False, True, id="unsized"),
+        pytest.param({"limit_train_batches": 3}, True, False, True, id="limited"),
+        pytest.param({"max_steps": 2}, True, False, False, id="max_steps inside"),
+        pytest.param({"max_steps": 4}, True, False, True, id="max_steps at the end"),
+        pytest.param({}, True, True, False, id="stopped inside"),
+    ],
+)
+def test_epoch_is_complete_where_lightning_steps_lr_schedulers_of_an_epoch(
+    flags: dict[str, Any], sized: bool, leave: bool, complete: bool
+) -> None:
+    answers: list[bool] = []
+
+    class Scheduled(Toy):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            return [optimizer], [self.scheduler]
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.trainer.should_stop = leave and batch_idx == 1
+            return super().training_step(batch, batch_idx)
+
+    module = Scheduled()
+    ask = At(on_train_epoch_end=lambda trainer, _: answers.append(seams.epoch_is_complete(trainer)))
+    make_trainer(callbacks=[ask], **flags).fit(module, ones(4, sized=sized))
+    assert answers == [complete]
+    assert module.scheduler.get_last_lr() == [0.5 if complete else 1.0]
+
+
+def test_on_train_epoch_start_is_left_out_when_a_fit_resumes_inside_an_epoch(tmp_path: Path) -> None:
+    def save(trainer: L.Trainer, _: Any) -> None:
+        if seams.ready_batches(trainer) == 2:
+            trainer.save_checkpoint(tmp_path / "inside.ckpt")
+
+    make_trainer(callbacks=[At(on_train_batch_end=save)]).fit(Toy(), ones(4))
+    called: list[Any] = []
+    hooks = {
+        "on_train_start": lambda trainer, _: called.append(("start", seams.ready_batches(trainer))),
+        "on_train_epoch_start": lambda *_: called.append("epoch start"),
+        "on_train_batch_start": lambda trainer, _: called.append(("batch", seams.ready_batches(trainer))),
+    }
+    with pytest.warns(UserWarning, match="not resumable"):
+        make_trainer(callbacks=[At(**hooks)]).fit(Toy(), ones(4), ckpt_path=tmp_path / "inside.ckpt")
+    assert called == [("start", 2), ("batch", 3), ("batch", 4)]
+
+
+# The loggers
+
+
+class Logging(Toy):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("batch_idx", float(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+
+def test_logger_step_is_the_x_of_log() -> None:
+    asked: list[int] = []
+    rows = Rows()
+    ask = At(on_train_batch_end=lambda trainer, _: asked.append(seams.logger_step(trainer)))
+    trainer = make_trainer(accumulate_grad_batches=2, logger=rows, callbacks=[ask])
+    trainer.fit(Logging(), ones(7))
+    assert asked == [0, 0, 1, 1, 2, 2, 3]
+    assert [x for x, _ in rows.rows] == [0, 1, 2, 3]
+    assert [metrics["batch_idx"] for _, metrics in rows.rows] == [1.0, 3.0, 5.0, 6.0]
+
+
+def test_advance_logger_step_moves_the_x_of_what_is_logged_later() -> None:
+    rows = Rows()
+    advance = At(on_train_epoch_end=lambda trainer, _: seams.advance_logger_step(trainer))
+    make_trainer(max_epochs=2, logger=rows, callbacks=[advance]).fit(Logging(), ones(2))
+    assert [x for x, _ in rows.rows] == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_logs_now_says_whether_lightning_writes_a_row(every: int) -> None:
+    due: list[int] = []
+    rows = Rows()
+
+    def ask(trainer: L.Trainer, _: Any) -> None:
+        if seams.closes_window(trainer) and seams.logs_now(trainer):
+            due.append(seams.logger_step(trainer))
+
+    trainer = make_trainer(
+        accumulate_grad_batches=2, log_every_n_steps=every, logger=rows, callbacks=[At(on_train_batch_end=ask)]
+    )
+    trainer.fit(Logging(), ones(12))
+    assert due == [x for x, _ in rows.rows] == list(range(every - 1, 6, every))
+
+
+def test_manual_optimization_writes_the_last_value_again_for_each_micro_batch() -> None:
+    """Why step metrics are kept from being due while a window is open."""
+
+    class LogsOnce(ManualPlain):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            if batch_idx == 0:
+                self.log("once", 5.0)
+
+    rows = Rows()
+    make_trainer(logger=rows).fit(LogsOnce(), ones(4))
+    assert [metrics["once"] for _, metrics in rows.rows] == [5.0] * 4
+
+
+# The step
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["counted", "not counted"])
+def test_a_step_at_the_epochs_end_moves_global_step_if_it_is_counted(counts: bool) -> None:
+    global_steps: list[int] = []
+
+    class StepsLate(ManualPlain):
+        def on_train_epoch_end(self) -> None:
+            optimizer: Any = self.optimizers()
+            before = (optimizer._on_before_step, optimizer._on_after_step)
+            global_steps.append(self.trainer.global_step)
+            with seams.counted(self.trainer, optimizer) if counts else nullcontext():
+                optimizer.step()
+            global_steps.append(self.trainer.global_step)
+            assert (optimizer._on_before_step, optimizer._on_after_step) == before
+
+    module = StepsLate()
+    make_trainer().fit(module, ones(3))
+    assert global_steps == [3, 3 + counts]
+    assert module.w.item() == -4.0
+
+
+def test_counted_puts_back_what_it_found_when_the_step_fails() -> None:
+    class FailsLate(ManualPlain):
+        def on_train_epoch_end(self) -> None:
+            optimizer: Any = self.optimizers()
+            before = (optimizer._on_before_step, optimizer._on_after_step)
+
+            def fail_while_counted() -> None:
+                with seams.counted(self.trainer, optimizer):
+                    assert (optimizer._on_before_step, optimizer._on_after_step) != before
+                    raise RuntimeError("on purpose")
+
+            with pytest.raises(RuntimeError, match="on purpose"):
+                fail_while_counted()
+            assert (optimizer._on_before_step, optimizer._on_after_step) == before
+
+    trainer = make_trainer()
+    trainer.fit(FailsLate(), ones(3))
+    assert trainer.global_step == 3
+
+
+def test_a_callbacks_rescaling_before_the_step_is_seen_by_the_clip() -> None:
+    """Automatic optimization: callbacks' hook, the module's, clip, update."""
+
+    def halve(_: Any, module: Toy) -> None:
+        assert module.w.grad is not None
+        module.w.grad.mul_(0.5)
+
+    seen = []
+
+    class Looks(Toy):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            assert self.w.grad is not None
+            seen.append(self.w.grad.item())
+
+    module = Looks()
+    callbacks = [At(on_before_optimizer_step=halve)]
+    trainer = make_trainer(gradient_clip_val=3.0, gradient_clip_algorithm="value", callbacks=callbacks)
+    trainer.fit(module, as_given([torch.tensor([x], dtype=torch.float64) for x in (4.0, 10.0)]))
+    assert seen == [2.0, 5.0]
+    assert module.updates == [-2.0, -3.0]
+
+
+def test_gradients_are_unscaled_when_callbacks_are_called_before_the_step() -> None:
+    seen = []
+
+    class Half(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(()))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return (self.w * batch).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    callbacks = [At(on_before_optimizer_step=lambda _, module: seen.append(module.w.grad.item()))]
+    trainer = make_trainer(plugins=[MixedPrecision("16-mixed", "cpu", scaler)], callbacks=callbacks)
+    trainer.fit(Half(), DataLoader(torch.full((2,), 4.0), batch_size=1))  # type: ignore[arg-type]
+    assert seen == [4.0, 4.0]
+    assert scaler.get_scale() == 1024.0
+
+
+# Hooks in front of the module's
+
+
+def hooks_in(module: L.LightningModule) -> list[str]:
+    """Names of methods that an attribute of the instance stands in front of."""
+    return [name for name in module.__dict__ if callable(getattr(type(module), name, None))]
+
+
+def test_lightning_calls_what_shadows_the_modules_hook_during_a_step() -> None:
+    seen: list[str] = []
+
+    class Shadowed(ManualPlain):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            seen.append("own")
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            own = self.on_before_optimizer_step
+
+            def first_own(optimizer: Any) -> None:
+                own(optimizer)
+                seen.append("replacement")
+
+            with seams.shadowed(self, "on_before_optimizer_step", first_own) if batch_idx == 0 else nullcontext():
+                super().training_step(batch, batch_idx)
+            assert hooks_in(self) == []
+
+    make_trainer().fit(Shadowed(), ones(2))
+    assert seen == ["own", "replacement", "own"]
+
+
+def test_shadowed_leaves_nothing_behind_when_the_step_fails() -> None:
+    module = Toy()
+
+    def fail_while_shadowed() -> None:
+        with seams.shadowed(module, "on_train_epoch_end", lambda: None):
+            assert hooks_in(module) == ["on_train_epoch_end"]
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail_while_shadowed()
+    assert hooks_in(module) == []
+
+
+def test_lightning_configures_by_what_a_callbacks_setup_has_shadowed_once() -> None:
+    def halve_the_rate(_: Any, module: Toy) -> None:
+        own = module.configure_optimizers
+
+        def halved() -> Any:
+            assert hooks_in(module) == []
+            optimizer = own()
+            optimizer.param_groups[0]["lr"] *= 0.5
+            return optimizer
+
+        seams.shadow_once(module, "configure_optimizers", halved)
+
+    module = Toy()
+    make_trainer(callbacks=[At(setup=halve_the_rate)]).fit(module, ones(2))
+    assert module.updates == [-0.5, -0.5]
+    assert hooks_in(module) == []
+
+
+def test_the_modules_epoch_end_comes_after_the_callbacks_and_can_be_shadowed_there() -> None:
+    seen: list[str] = []
+
+    class Ends(Toy):
+        def on_train_epoch_end(self) -> None:
+            seen.append("own")
+
+    def shadow(_: Any, module: Toy) -> None:
+        seen.append("callback")
+        seams.shadow_once(module, "on_train_epoch_end", lambda: seen.append("replacement"))
+
+    module = Ends()
+    make_trainer(max_epochs=2, callbacks=[At(on_train_epoch_end=shadow)]).fit(module, ones(2))
+    assert seen == ["callback", "replacement"] * 2
+    module.on_train_epoch_end()
+    assert seen[-1] == "own"
+
+
+def test_unshadow_takes_away_what_was_never_called_and_else_does_nothing() -> None:
+    module = Toy()
+    seams.shadow_once(module, "configure_optimizers", lambda: None)
+    assert hooks_in(module) == ["configure_optimizers"]
+    for _ in range(2):
+        seams.unshadow(module, "configure_optimizers")
+        assert hooks_in(module) == []
+    assert module.configure_optimizers() is not None
+
+
+# What Lightning does before a fit in manual optimization
+
+
+@pytest.mark.parametrize("hides", [True, False], ids=["hidden", "not hidden"])
+@pytest.mark.parametrize("flag", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.5}], ids=str)
+def test_configure_callbacks_runs_before_the_validator_and_setup_after_it(hides: bool, flag: dict[str, Any]) -> None:
+    class Hides(ManualPlain):
+        def configure_callbacks(self) -> Any:
+            if hides:
+                self.trainer.accumulate_grad_batches, self.trainer.gradient_clip_val = 1, None
+            return []
+
+    def show(trainer: L.Trainer, _: Any) -> None:
+        for name, value in flag.items():
+            setattr(trainer, name, value)
+
+    trainer = make_trainer(callbacks=[At(setup=show)], **flag)
+    with nullcontext() if hides else pytest.raises(MisconfigurationException, match="manual optimization"):
+        trainer.fit(Hides(), ones(3))
+    assert trainer.global_step == (3 if hides else 0)
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_callbacks_from_configure_callbacks_are_called_from_setup_on(stage: str) -> None:
+    called: list[str] = []
+
+    class Attaches(Toy):
+        def configure_callbacks(self) -> Any:
+            return [At(setup=lambda *_: called.append("setup"), teardown=lambda *_: called.append("teardown"))]
+
+    getattr(make_trainer(), stage)(Attaches(), ones(1))
+    assert called == ["setup", "teardown"]
+
+
+def test_lightning_drops_a_monitor_in_manual_optimization_with_a_warning() -> None:
+    class Plateau(ManualPlain):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val", "strict": False}}
+
+    trainer = make_trainer()
+    with pytest.warns(RuntimeWarning, match=r"\['monitor', 'strict'\], but the keys will be ignored"):
+        trainer.fit(Plateau(), ones(2))
+    (config,) = trainer.lr_scheduler_configs
+    assert (config.monitor, config.strict, config.reduce_on_plateau) == (None, True, False)
+
+
+def test_lightning_steps_no_lr_scheduler_in_manual_optimization() -> None:
+    class Scheduled(ManualPlain):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for _ in range(2)]
+            return [optimizer], [
+                {"scheduler": s, "interval": i} for s, i in zip(schedulers, ("step", "epoch"), strict=True)
+            ]
+
+    module = Scheduled()
+    make_trainer(max_epochs=2).fit(module, ones(2))
+    assert module.updates == [-1.0] * 4
+
+
+# The three places where Lightning reads the factor
+
+
+def test_the_factor_is_read_by_modulo_and_division_alone() -> None:
+    """An int that answers ``%`` relative to an offset moves zero_grad and step; the loss is divided by its value."""
+
+    class Offset(int):
+        def __rmod__(self, other: int) -> int:
+            return (other - 1) % int(self)
+
+    def write(trainer: L.Trainer, _: Any) -> None:
+        ready = seams.ready_batches(trainer)
+        trainer.accumulate_grad_batches = 1 if ready == 1 else Offset(3)
+
+    module = Toy()
+    make_trainer(callbacks=[At(on_train_batch_start=write)]).fit(module, ones(7))
+    assert module.stepped_at == [0, 3, 6]
+    assert module.updates == [-1.0, pytest.approx(-1.0), pytest.approx(-1.0)]
+
+
+def test_an_unsized_loaders_last_batch_is_known_while_it_is_trained_on() -> None:
+    last = []
+    ask = At(on_train_batch_start=lambda trainer, _: last.append(trainer.is_last_batch))
+    trainer = make_trainer(callbacks=[ask])
+    trainer.fit(Toy(), DataLoader(Unsized(torch.ones(3, dtype=torch.float64)), batch_size=1))
+    assert trainer.num_training_batches == float("inf")
+    assert last == [False, False, True]
