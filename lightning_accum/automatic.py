@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_accum import effective_step, gradients
+from lightning_accum import effective_step, precision, seams
 from lightning_accum.effective_step import EffectiveStep
+from lightning_accum.gradients import WindowGradients
 from lightning_accum.weighting import OptimizerWindow, Weight
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from torch.amp import GradScaler
 
 
 class AutomaticWindow:
@@ -21,21 +23,29 @@ class AutomaticWindow:
     Lightning divides each loss by the announced length, whatever the micro-batches weigh and however many contribute.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gradients: WindowGradients) -> None:
         self.window = OptimizerWindow()
-        self.weight: Weight = 1.0
+        self._gradients = gradients
+        self._weight: Weight = 1.0
+        self._contributes = False
+        self._step: precision.ScaledStep | None = None
         self._is_awaited = False
 
     def start(self, trainer: Trainer, module: LightningModule, window: OptimizerWindow) -> None:
         """A fit begins: nothing is pending, and losses are summed only if somebody wants to know."""
-        self.window, self.weight = window, 1.0
+        self.window, self._step = window, None
         self._is_awaited = effective_step.is_awaited(trainer, module)
+
+    def begin_batch(self, weight: Weight) -> None:
+        """A micro-batch of this weight begins."""
+        self._weight, self._contributes = weight, False
 
     def before_backward(self, trainer: Trainer, loss: Tensor) -> None:
         """Weigh the micro-batch: its gradient is multiplied while it flows, and the loss that is logged is not."""
-        announced = int(trainer.accumulate_grad_batches)
-        self.window.add(self.weight, announced)
-        scale = self.window.scale(self.weight, divided_by=announced)
+        divisor = precision.real_divisor(int(trainer.accumulate_grad_batches), loss.dtype)
+        self._contributes = True
+        self.window.add(self._weight, divisor)
+        scale = self.window.scale(self._weight, divided_by=divisor)
         if isinstance(scale, Tensor):
             scale = scale.to(loss.dtype)
         elif scale == 1.0:
@@ -44,38 +54,56 @@ class AutomaticWindow:
             lambda gradient: gradient * scale
         )
 
-    def before_optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Make the window's gradient the weighted mean; it is unscaled by now, and not clipped yet.
-
-        Returns:
-            Whether there is anything to step with.
-        """
+    def before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
+        """Make the window's gradient the weighted mean; it is unscaled by now, and not clipped yet."""
         self.window.has_closed = True
-        if self.window.is_empty():
-            gradients.drop(optimizer)
-            return False
-        correction = self.window.correction()
-        if isinstance(correction, Tensor) or correction != 1.0:
-            gradients.scale(optimizer, correction)
-        return True
+        scaler = precision.active_scaler(trainer) if self.window.micro_batches else None
+        if scaler is not None:
+            self._step = precision.ScaledStep(scaler, optimizer)
+            if not self._contributes:
+                self._step_for_lightning(module, scaler, optimizer)
+        self.window.has_moved = not self.window.is_empty()
+        if self.window.has_moved:
+            self._gradients.normalize(optimizer, self.window.correction())
+        else:
+            self._gradients.drop(optimizer)
 
-    def batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, index: int) -> None:
+    def _step_for_lightning(self, module: LightningModule, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """Make the step that Lightning leaves out under a GradScaler where the window's last `training_step` gave None.
+
+        It neither unscales then nor steps, but does call the hooks before the step, and clips after them.
+        """
+        if not precision.is_fused(optimizer):
+            scaler.unscale_(optimizer)
+        own_clip = module.configure_gradient_clipping
+
+        def own_clip_then_step(*args: Any, **kwargs: Any) -> None:
+            own_clip(*args, **kwargs)
+            scaler.step(optimizer)
+            scaler.update()
+
+        seams.shadow_once(module, "configure_gradient_clipping", own_clip_then_step)
+
+    def batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, index: int) -> bool:
         """Take in the loss, and tell of the window if this micro-batch has closed it.
 
         ``outputs["loss"]`` is divided by the announced length.
+
+        Returns:
+            Whether the window was closed and moved nothing.
         """
-        if self._is_awaited and isinstance(outputs, dict) and isinstance(loss := outputs.get("loss"), Tensor):
-            self.window.add_loss(loss * int(trainer.accumulate_grad_batches), self.weight)
         window = self.window
+        if self._is_awaited and isinstance(outputs, dict) and isinstance(loss := outputs.get("loss"), Tensor):
+            window.add_loss(loss * int(trainer.accumulate_grad_batches), self._weight)
         if not window.has_closed:
-            return
+            return False
+        had_weight, step = window.has_moved, None
+        skipped = self._step.finish() if self._step is not None else False
+        self._step = None
+        if had_weight and self._is_awaited:
+            step = EffectiveStep(index, window.mean_loss(), window.weight, window.micro_batches, None, skipped)
+        window.close() if had_weight else window.clear()
         window.begin()
-        if window.is_empty():
-            window.clear()
-            return
-        step = None
-        if self._is_awaited:
-            step = EffectiveStep(index, window.mean_loss(), window.weight, window.micro_batches)
-        window.close()
         if step is not None:
             effective_step.tell(trainer, module, step)
+        return skipped or not had_weight

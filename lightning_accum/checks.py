@@ -6,9 +6,12 @@ import inspect
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_accum import seams
+from lightning_accum.gradients import parameters
+from lightning_accum.precision import LOW_PRECISION
 from lightning_accum.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -71,4 +74,42 @@ def refuse_closure_optimizers(optimizers: list[Optimizer], schedule: Schedule, m
                 f"{type(optimizer).__name__} calls a closure that evaluates the loss again, which would see the"
                 " window's last micro-batch only. Use it in automatic optimization with factor 1, or another optimizer."
                 f" The schedule is: {schedule}."
+            )
+
+
+def warn_of_low_precision(optimizers: list[Optimizer], schedule: Schedule, in_float32: bool) -> None:
+    """A long sum in bf16 or fp16 loses what is small against it; from 64 micro-batches on that is seen in training."""
+    dtypes = {p.dtype for optimizer in optimizers for p in parameters(optimizer) if p.dtype in LOW_PRECISION}
+    if dtypes and schedule.largest_factor >= 64 and not in_float32:
+        rank_zero_warn(
+            f"Windows of {schedule.largest_factor} micro-batches are summed in {', '.join(map(str, dtypes))}, where"
+            " small contributions get lost. `AccumulationScheduler(..., accumulate_in_float32=True)` sums in float32."
+        )
+
+
+class FirstBackward:
+    """Looks once, at a fit's first backward, for an optimizer that steps in a backward hook: it cannot accumulate.
+
+    References:
+        https://github.com/pytorch/tutorials/pull/2568
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._is_due = schedule.largest_factor > 1
+        self._before: list[int] = []
+
+    def before(self, optimizers: list[Optimizer]) -> None:
+        """Note how often each parameter was changed in place. Fact: torch counts that in `_version`."""
+        if self._is_due:
+            self._before = [p._version for optimizer in optimizers for p in parameters(optimizer)]
+
+    def after(self, optimizers: list[Optimizer]) -> None:
+        """Refuse parameters that have changed in between."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        if self._before != [p._version for optimizer in optimizers for p in parameters(optimizer)]:
+            raise MisconfigurationException(
+                "Parameters changed during a backward: an optimizer steps in a hook (optimizer-in-backward), once for"
+                " every micro-batch. Step it once per window instead, or use the accumulation factor 1."
             )

@@ -42,7 +42,7 @@ class Ledger:
         self.window = WindowLength(length, opened_at, self.counters.effective_step)
         return self.window
 
-    def close(self, *, skipped: bool) -> None:
+    def close(self, *, skipped: bool = False) -> None:
         """Count the open window; the next micro-batch opens another one."""
         self.window = None
         self.counters.effective_step += 1

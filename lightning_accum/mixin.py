@@ -20,9 +20,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum import effective_step, gradients, seams
-from lightning_accum.arguments import as_weight, check_loss, optimizer_position
+from lightning_accum.arguments import as_weight, check_loss, check_no_gradients, optimizer_position
 from lightning_accum.effective_step import EffectiveStep
+from lightning_accum.gradients import trainable
 from lightning_accum.module_fit import FitLifeCycle, FitState
+from lightning_accum.precision import ScaledStep, active_scaler, real_divisor, without_autocast
 from lightning_accum.weighting import OptimizerWindow
 from lightning_accum.wrapping import wrap
 
@@ -142,59 +144,67 @@ class AccumulationMixin(FitLifeCycle):
                 " Give `more=True` to every call but the last."
             )
         if loss is not None:
-            self._contribute(state, window, loss, weight)
+            self._contribute(state, window, loss, weight, state.trainer.optimizers[optimizer_idx])
         if state.closes and not more:
             return self._step(state, optimizer_idx, in_step=True)
         return None
 
-    def _contribute(self, state: FitState, window: OptimizerWindow, loss: Tensor, weight: Any) -> None:
+    def _contribute(
+        self, state: FitState, window: OptimizerWindow, loss: Tensor, weight: Any, optimizer: Optimizer
+    ) -> None:
         """Scale the loss to its part of the window, and make its backward."""
         check_loss(loss)
-        if weight is None and (weight_fn := state.scheduler.weight_fn) is not None:
-            weight = as_weight(weight_fn(state.batch), loss.device, "weight_fn(batch)")
-        else:
-            weight = 1.0 if weight is None else as_weight(weight, loss.device)
-        window.add(weight, int(state.trainer.accumulate_grad_batches))
+        if window.micro_batches == 0:
+            check_no_gradients(optimizer)
+        scheduler = state.scheduler
+        weight = scheduler.weigh(state.batch, loss.device) if weight is None else as_weight(weight, loss.device)
+        # Losses are divided beforehand so that fp16 stays in range; a sum in float32 does, and 1 is not rounded.
+        length = 1 if scheduler.gradients.in_float32 else int(state.trainer.accumulate_grad_batches)
+        window.add(weight, real_divisor(length, loss.dtype))
         if not isinstance(weight, Tensor) and weight == 0:
             return  # the mean over no items is NaN, and 0 * NaN too
         window.add_loss(loss, weight)
         scale = window.scale(weight)
-        self.manual_backward(loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale))
+        with without_autocast(loss.device):
+            scaled = loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale)
+            # The loss of one optimizer may run through the parameters of another, whose window must not hold it.
+            only = {"inputs": list(trainable(optimizer))} if len(state.trainer.optimizers) > 1 else {}
+            self.manual_backward(scaled, **only)
 
     def _step(self, state: FitState, optimizer_idx: int, *, in_step: bool) -> EffectiveStep | None:
         """Make the optimizer step of a window that is complete, and tell of it."""
         window = state.scheduler.ledger.optimizer(optimizer_idx)
         window.has_closed = True
-        if window.micro_batches == 0:
-            return None
         optimizer = _as_list(self.optimizers())[optimizer_idx]
+        if window.micro_batches == 0:
+            check_no_gradients(optimizer.optimizer)
+            return None
         if window.is_empty():
-            optimizer.optimizer.zero_grad()
+            state.scheduler.gradients.drop(optimizer.optimizer)
             window.clear()
             return None
-        correction = window.correction()
-        if isinstance(correction, Tensor) or correction != 1.0:
-            gradients.scale(optimizer.optimizer, correction)
+        state.scheduler.gradients.normalize(optimizer.optimizer, window.correction())
         with nullcontext() if in_step else seams.counted(state.trainer, optimizer):
-            grad_norm = self._step_optimizer(state, optimizer)
+            skipped = self._step_optimizer(state, optimizer)
         optimizer.optimizer.zero_grad()
-        window.has_moved = True
-        window.steps += 1
-        state.lr_schedulers.after_optimizer_step(state.trainer, self, optimizer.optimizer, window.steps)
+        if not skipped:
+            window.has_moved = True
+            window.steps += 1
+            state.lr_schedulers.after_optimizer_step(state.trainer, self, optimizer.optimizer, window.steps)
         loss, weight, micro_batches = window.mean_loss(), window.weight, window.micro_batches
         window.close()
-        step = EffectiveStep(self.effective_step, loss, weight, micro_batches, grad_norm, False, optimizer_idx)
+        step = EffectiveStep(self.effective_step, loss, weight, micro_batches, state.grad_norm, skipped, optimizer_idx)
         effective_step.tell(state.trainer, self, step)
         return step
 
-    def _step_optimizer(self, state: FitState, optimizer: LightningOptimizer) -> Tensor | None:
-        """Step through Lightning's wrapper: the hooks before the step, the module's own, the clip, the update.
+    def _step_optimizer(self, state: FitState, optimizer: LightningOptimizer) -> bool:
+        """Step through Lightning's wrapper: unscale, the hooks before the step, the module's own, the clip, the update.
 
         The clip stands behind the module's own ``on_before_optimizer_step``, as in automatic optimization, so that the
         hook sees the unclipped gradient and needs no ``super()`` call.
 
         Returns:
-            The norm before clipping, if it was clipped by norm.
+            Whether a GradScaler has skipped the update.
         """
         own_hook, trainer = self.on_before_optimizer_step, state.trainer
 
@@ -207,9 +217,21 @@ class AccumulationMixin(FitLifeCycle):
             )
 
         state.grad_norm = None
-        with seams.shadowed(self, "on_before_optimizer_step", own_hook_then_clip):
+        scaler = active_scaler(trainer)
+        scaled_step = None if scaler is None else ScaledStep(scaler, optimizer.optimizer)
+        with without_autocast(self.device), seams.shadowed(self, "on_before_optimizer_step", own_hook_then_clip):
             optimizer.step()
-        return state.grad_norm
+        if scaled_step is None:
+            return False
+        self._follow_scale(state, scaled_step.ratio)
+        return scaled_step.finish()
+
+    def _follow_scale(self, state: FitState, ratio: Tensor) -> None:
+        """Keep the windows that are open for other optimizers right: their gradients carry the scale of before."""
+        for optimizer_idx, optimizer in enumerate(state.trainer.optimizers):
+            window = state.scheduler.ledger.optimizer(optimizer_idx)
+            if window.micro_batches and not window.has_closed:
+                gradients.scale(optimizer, ratio)
 
     @override
     def clip_gradients(
@@ -218,15 +240,18 @@ class AccumulationMixin(FitLifeCycle):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip as Lightning does; by norm, the norm is kept for `EffectiveStep.grad_norm` and not computed twice."""
+        """Clip as Lightning does, fused optimizers too; by norm, the norm is kept for `EffectiveStep.grad_norm`."""
         state = self._accumulation
         value = self.trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
         algorithm = gradient_clip_algorithm or self.trainer.gradient_clip_algorithm or "norm"
-        if state is None or not value or algorithm.lower() != "norm":
+        if state is None or value is None or value <= 0:
             super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
         parameters = self.trainer.precision_plugin.main_params(optimizer)
-        state.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, value)
+        if algorithm.lower() == "norm":
+            state.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, value)
+        else:
+            torch.nn.utils.clip_grad_value_(parameters, value)
 
     @override
     def _close_window(self, state: FitState, *, in_step: bool) -> None:
@@ -237,13 +262,6 @@ class AccumulationMixin(FitLifeCycle):
         state.scheduler.ledger.close(skipped=not any(window.has_moved for window in windows))
         for window in windows:
             window.begin()
-
-    @override
-    def on_validation_model_zero_grad(self) -> None:
-        """Keep the gradients of an open window from a validation inside it."""
-        state = self._accumulation
-        if state is None or not state.scheduler.ledger.is_pending:
-            super().on_validation_model_zero_grad()
 
 
 def _as_list(optimizers: Any) -> list[LightningOptimizer]:

@@ -13,7 +13,8 @@ from typing_extensions import override
 from lightning_accum import checks, seams
 from lightning_accum.ledger import Counters
 from lightning_accum.lr_schedulers import LRSchedulers
-from lightning_accum.scheduler import AccumulationScheduler, WindowOwner
+from lightning_accum.owner import WindowOwner
+from lightning_accum.scheduler import AccumulationScheduler
 
 if TYPE_CHECKING:
     _Module = LightningModule
@@ -97,6 +98,13 @@ class FitLifeCycle(WindowOwner, _Module):
         self._accumulation_counters = scheduler.ledger.counters
         recording = state.lr_schedulers.recording(self.configure_optimizers)
         seams.shadow_once(self, "configure_optimizers", recording)
+
+    @override
+    def on_validation_model_zero_grad(self) -> None:
+        """Keep the gradients of an open window from a validation inside it."""
+        state = self._accumulation
+        if state is None or not state.scheduler.ledger.is_pending:
+            super().on_validation_model_zero_grad()
 
     @override
     def _accumulation_batch_end(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -15,32 +16,15 @@ from lightning_accum import checks, plan, seams
 from lightning_accum.arguments import as_weight
 from lightning_accum.automatic import AutomaticWindow
 from lightning_accum.flags import TrainerFlags
+from lightning_accum.gradients import WindowGradients
 from lightning_accum.ledger import Ledger
+from lightning_accum.owner import WindowOwner
 from lightning_accum.schedule import Interval, Schedule
+from lightning_accum.weighting import Weight
 from lightning_accum.window import WindowLength
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-
-class WindowOwner:
-    """A module that accumulates by itself, in manual optimization; the scheduler tells it how a fit goes on."""
-
-    def _accumulation_begin(self, trainer: Trainer, scheduler: AccumulationScheduler) -> None:
-        """A fit is being set up."""
-        raise NotImplementedError
-
-    def _accumulation_batch_end(self) -> None:
-        """A micro-batch has ended."""
-        raise NotImplementedError
-
-    def _accumulation_epoch_end(self) -> None:
-        """An epoch has ended; close what is still open."""
-        raise NotImplementedError
-
-    def _accumulation_end(self) -> None:
-        """The fit is over."""
-        raise NotImplementedError
 
 
 class AccumulationScheduler(Callback):
@@ -59,6 +43,8 @@ class AccumulationScheduler(Callback):
         weight_fn: how much a micro-batch weighs, from the batch: its samples or unmasked tokens, as a number or a
             tensor of shape ``()``. Without it micro-batches weigh the same. Give it where they are unequal and the loss
             is a mean over their items: the window's gradient is ``sum(weight * grad loss) / sum(weight)``.
+        accumulate_in_float32: whether the gradients of bf16 and fp16 parameters are summed in float32, at the cost of
+            one float32 tensor per such parameter. In bf16 256 + 1 is 256: long windows lose what is small.
 
     Raises:
         TypeError: a factor or start that is not an int, or a mapping of names.
@@ -80,13 +66,16 @@ class AccumulationScheduler(Callback):
         *,
         interval: Interval = "epoch",
         weight_fn: Callable[[Any], Any] | None = None,  # a class as its result would make jsonargparse want a factory
+        accumulate_in_float32: bool = False,
     ) -> None:
         self.schedule = Schedule.parse(scheduling, interval)
         self.scheduling = scheduling if isinstance(scheduling, int) else dict(scheduling)
         self.weight_fn = weight_fn
+        self.gradients = WindowGradients(accumulate_in_float32)
         self.ledger = Ledger()
         self.is_attached = False  # by the mixin, for one fit
-        self._automatic = AutomaticWindow()
+        self._automatic = AutomaticWindow(self.gradients)
+        self._backward = checks.FirstBackward(self.schedule)
         self._flags = TrainerFlags()
         self._restored: dict[str, Any] | None = None
 
@@ -113,6 +102,9 @@ class AccumulationScheduler(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         checks.refuse_closure_optimizers(trainer.optimizers, self.schedule, not pl_module.automatic_optimization)
+        checks.warn_of_low_precision(trainer.optimizers, self.schedule, self.gradients.in_float32)
+        self.gradients.start(trainer.optimizers)
+        self._backward = checks.FirstBackward(self.schedule)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -138,21 +130,26 @@ class AccumulationScheduler(Callback):
         if self.ledger.window is None or batch_idx >= self.ledger.window.end:
             self._flags.write(trainer, self._next_window(trainer, pl_module, batch_idx))
         self._flags.hold_logs(trainer)
-        if self.weight_fn is not None and pl_module.automatic_optimization:
-            self._automatic.weight = as_weight(self.weight_fn(batch), pl_module.device, "weight_fn(batch)")
+        if pl_module.automatic_optimization:
+            self._automatic.begin_batch(self.weigh(batch, pl_module.device))
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._backward.before(trainer.optimizers)
         if self._works_for(trainer, pl_module):
             self._automatic.before_backward(trainer, loss)
 
     @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._backward.after(trainer.optimizers)
+
+    @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._works_for(trainer, pl_module):
-            moves = self._automatic.before_optimizer_step(optimizer)
+            self._automatic.before_optimizer_step(trainer, pl_module, optimizer)
             # Counted here and not in on_train_batch_end, so that a checkpoint made by a callback that comes earlier in
             # the list does not see a window that is closed already.
-            self.ledger.close(skipped=not moves)
+            self.ledger.close()
 
     @override
     def on_train_batch_end(
@@ -161,7 +158,8 @@ class AccumulationScheduler(Callback):
         if isinstance(pl_module, WindowOwner):
             pl_module._accumulation_batch_end()
         elif self._works_for(trainer, pl_module):
-            self._automatic.batch_end(trainer, pl_module, outputs, self.ledger.counters.effective_step - 1)
+            skipped = self._automatic.batch_end(trainer, pl_module, outputs, self.ledger.counters.effective_step - 1)
+            self.ledger.counters.skipped_steps += skipped
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -188,10 +186,15 @@ class AccumulationScheduler(Callback):
 
     def _end(self, trainer: Trainer, module: LightningModule) -> None:
         self._flags.give_back(trainer)
+        self.gradients.end()
         if isinstance(module, WindowOwner):
             module._accumulation_end()
 
     # For the mixin
+
+    def weigh(self, batch: Any, device: torch.device) -> Weight:
+        """What the micro-batch weighs if nobody says it otherwise."""
+        return 1.0 if self.weight_fn is None else as_weight(self.weight_fn(batch), device, "weight_fn(batch)")
 
     def hide_flags(self, trainer: Trainer) -> None:
         """Take what Lightning's validator refuses in manual optimization, until ``setup``."""

@@ -31,7 +31,7 @@ class OptimizerWindow:
 
     def clear(self) -> None:
         """Forget what the window holds."""
-        self.length = 1
+        self.length: float = 1
         self.micro_batches = 0
         self.weight: Weight = 0.0
         self.loss: Weight = 0.0
@@ -40,10 +40,10 @@ class OptimizerWindow:
         """The next window is another one."""
         self.has_closed = self.has_moved = False
 
-    def add(self, weight: Weight, announced: int) -> None:
+    def add(self, weight: Weight, length: float) -> None:
         """Count a contribution to a window that is announced to hold so many."""
         if self.micro_batches == 0:
-            self.length = announced  # fixed here: what is in the gradients has been scaled by it
+            self.length = length  # fixed here: what is in the gradients has been scaled by it
         if self.reference is None:
             self.reference = _first_reference(weight)
         self.micro_batches += 1
@@ -58,7 +58,7 @@ class OptimizerWindow:
             loss = loss.float()
         self.loss = loss * weight + self.loss
 
-    def scale(self, weight: Weight, divided_by: int = 1) -> Weight:
+    def scale(self, weight: Weight, divided_by: float = 1) -> Weight:
         """What a loss of this weight is multiplied by, if somebody else divides it by ``divided_by`` as well."""
         return weight * divided_by / self._unit()
 

@@ -53,12 +53,17 @@ def one_cycle(max_lr: float, steps: int) -> list[float]:
 
 
 def test_every_example_is_run_here() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"callback_only.py", "digits.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"callback_only.py", "digits.py", "gan.py"}
 
 
 def test_the_callback_alone_equals_the_big_batch() -> None:
     # 500 samples in micro-batches of 16: 32 in an epoch. The example compares the weights itself.
     assert f"{3 * 32 + 3 * 8} effective steps" in run_example(EXAMPLES / "callback_only.py")
+
+
+def test_both_networks_of_a_gan_move_as_with_the_big_batch() -> None:
+    # 1,797 samples in batches of 64: 29 in an epoch. The example compares the weights itself.
+    assert "[58, 58] at once, [58, 58] accumulated" in run_example(EXAMPLES / "gan.py")
 
 
 def test_digits_are_learned_with_one_point_per_effective_step() -> None:

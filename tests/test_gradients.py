@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lightning_accum.gradients import drop, gradients, scale
+from lightning_accum.gradients import WindowGradients, parameters, scale, trainable
 
 
 def make_parameters(values: list[list[float]], dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
@@ -27,12 +27,23 @@ def make_optimizer() -> AdamW:
     return AdamW([{"params": first}, {"params": [*second, without]}], lr=0.1, weight_decay=0.5)
 
 
+def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters(optimizer) if parameter.grad is not None]
+
+
+def drop(optimizer: torch.optim.Optimizer) -> None:
+    WindowGradients(in_float32=False).drop(optimizer)
+
+
 def values(tensors: list[Tensor]) -> list[list[float]]:
     return [tensor.tolist() for tensor in tensors]
 
 
-def test_gradients_are_those_that_there_are_over_all_groups() -> None:
-    assert values(gradients(make_optimizer())) == [[1.0, -2.0], [4.0], [0.5, 8.0]]
+def test_parameters_are_those_of_all_groups_and_trainable_those_that_are_not_frozen() -> None:
+    optimizer = make_optimizer()
+    optimizer.param_groups[0]["params"][0].requires_grad = False
+    assert [len(p) for p in parameters(optimizer)] == [2, 1, 2, 3]
+    assert [len(p) for p in trainable(optimizer)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25), torch.tensor(0.25, dtype=torch.float64)], ids=repr)
@@ -85,3 +96,36 @@ def test_after_drop_a_step_moves_nothing_weight_decay_included() -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert values(kept) != [[1.0, 1.0], [1.0], [1.0, 1.0], [1.0] * 3]
+
+
+# Sums in float32
+
+
+def make_low_precision() -> tuple[nn.Parameter, nn.Parameter, torch.optim.Optimizer, WindowGradients]:
+    low, high = nn.Parameter(torch.zeros((), dtype=torch.bfloat16)), nn.Parameter(torch.zeros(()))
+    optimizer, sums = torch.optim.SGD([low, high], lr=1.0), WindowGradients(in_float32=True)
+    sums.start([optimizer])
+    for gradient in (256.0, *[1.0] * 6):
+        (low.float() * gradient + high * gradient).backward()
+    return low, high, optimizer, sums
+
+
+@pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)], ids=repr)
+def test_sums_in_float32_are_multiplied_and_rounded_once(factor: Any) -> None:
+    low, high, optimizer, sums = make_low_precision()
+    assert (low.grad, high.grad.item()) == (None, 262.0)  # float32 needs no help
+    sums.normalize(optimizer, factor)
+    assert (low.grad.item(), low.grad.dtype, high.grad.item()) == (131.0, torch.bfloat16, 131.0)
+
+
+def test_what_was_dropped_or_released_is_not_put_back() -> None:
+    low, high, optimizer, sums = make_low_precision()
+    sums.drop(optimizer)
+    sums.normalize(optimizer, 1.0)
+    assert (low.grad, high.grad) == (None, None)
+    low, high, optimizer, sums = make_low_precision()
+    sums.end()
+    sums.normalize(optimizer, 1.0)
+    assert low.grad is None
+    (low * 3).backward()
+    assert low.grad.item() == 3.0

@@ -1,0 +1,112 @@
+"""What only a CUDA device can show. One command: ``pytest -m gpu -s``; ``-s`` prints the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from helpers import as_given, flat, make_trainer
+from torch import Tensor, nn
+
+from lightning_accum import AccumulationMixin, EffectiveStep
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"),
+]
+
+
+def make_batches(count: int, size: int = 32) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(size, 64, generator=generator), torch.randn(size, 8, generator=generator)) for _ in range(count)
+    ]
+
+
+@contextmanager
+def syncs_are_errors(active: bool) -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error" if active else "default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Net(AccumulationMixin, L.LightningModule):
+    """A small network; `fused` AdamW, or plain SGD."""
+
+    def __init__(self, *, fused: bool | None = None, width: int = 64, forbid_syncs: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(64, width), nn.GELU(), nn.Linear(width, 8))
+        self.fused, self.forbid_syncs = fused, forbid_syncs
+        self.history: list[Tensor] = []
+        self.norms: list[Tensor] = []
+        self.guarded = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        inner = (batch_idx + 1) % 4 != 0
+        with syncs_are_errors(self.forbid_syncs and inner):
+            weight = torch.tensor(float(len(x))).to(x.device, non_blocking=True) if batch_idx % 2 else len(x)
+            self.accumulate(nn.functional.mse_loss(self.net(x), y), weight=weight)
+        self.guarded += inner
+
+    def on_effective_step_end(self, step: EffectiveStep) -> None:
+        self.history.append(flat(self.net).cpu())
+        if step.grad_norm is not None:
+            self.norms.append(step.grad_norm.cpu())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.fused is None:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=self.fused)
+
+
+def fit(module: Net, batches: Any, **flags: Any) -> Net:
+    make_trainer(accelerator="gpu", devices=1, **flags).fit(module, as_given(batches))
+    return module
+
+
+def test_16_mixed_equals_float32_within_the_rounding_of_fp16() -> None:
+    batches = make_batches(16)
+    exact = fit(Net(), batches, accumulate_grad_batches=4)
+    mixed = fit(Net(), batches, accumulate_grad_batches=4, precision="16-mixed")
+    assert len(mixed.history) == len(exact.history) == 4
+    for got, wanted in zip(mixed.history, exact.history, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
+    print(f"\n16-mixed against float32: max |dw| = {(mixed.history[-1] - exact.history[-1]).abs().max():.2e}")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_no_host_device_sync_is_added_inside_a_window(precision: Any) -> None:
+    module = Net(forbid_syncs=True)
+    fit(module, make_batches(16), accumulate_grad_batches=4, precision=precision, gradient_clip_val=1.0)
+    assert module.guarded == 12
+    assert len(module.history) == 4
+
+
+def test_peak_memory_does_not_grow_with_the_factor() -> None:
+    peaks = {}
+    for factor in (1, 1, 2, 8, 32):  # the first run warms up
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        fit(Net(width=4096), make_batches(32, size=512), accumulate_grad_batches=factor)
+        peaks[factor] = torch.cuda.max_memory_allocated()
+    print("\npeak memory, MiB: " + ", ".join(f"factor {n}: {peak / 2**20:.1f}" for n, peak in peaks.items()))
+    # Under factor 1 no gradient lives beside the activations; from 2 on it does, whatever the factor.
+    assert peaks[32] <= 1.02 * peaks[2]
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "32-true"])
+def test_fused_adamw_with_clipping_equals_the_one_that_is_not_fused(precision: Any) -> None:
+    flags = {"accumulate_grad_batches": 4, "precision": precision, "gradient_clip_val": 0.05}
+    fused, plain = (fit(Net(fused=fused), make_batches(16), **flags) for fused in (True, False))
+    assert len(fused.norms) == len(plain.norms) == 4
+    assert min(norm.item() for norm in fused.norms) > 0.05  # the clip has work to do
+    torch.testing.assert_close(torch.stack(fused.norms), torch.stack(plain.norms), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(fused.history[-1], plain.history[-1], rtol=1e-3, atol=1e-4)
