@@ -23,8 +23,17 @@ def refuse_two_factors(trainer: Trainer) -> None:
     """The Trainer's factor beside a scheduler: two sources for one number."""
     if trainer.accumulate_grad_batches != 1:
         raise MisconfigurationException(
-            f"`Trainer(accumulate_grad_batches={int(trainer.accumulate_grad_batches)})` and an `AccumulationScheduler`"
-            " both say the accumulation factor. Remove one of them."
+            f"`Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})` and an `AccumulationScheduler` both"
+            " say the accumulation factor. Remove one of them."
+        )
+
+
+def refuse_schedule_as_flag(trainer: Trainer) -> None:
+    """A dict, which the Trainer's flag took before Lightning 2.0."""
+    if not isinstance(trainer.accumulate_grad_batches, int):
+        raise MisconfigurationException(
+            f"`Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})`: the flag takes one int. A schedule"
+            " goes to the callbacks: `Trainer(callbacks=[AccumulationScheduler({0: 1, 5: 4})])`."
         )
 
 
@@ -75,6 +84,16 @@ def refuse_closure_optimizers(optimizers: list[Optimizer], schedule: Schedule, m
                 " window's last micro-batch only. Use it in automatic optimization with factor 1, or another optimizer."
                 f" The schedule is: {schedule}."
             )
+
+
+def warn_of_short_epochs(trainer: Trainer, schedule: Schedule) -> None:
+    """A factor that no epoch has the micro-batches for: windows do not go on in the next epoch."""
+    batches = trainer.num_training_batches
+    if schedule.largest_factor > batches > 0:
+        rank_zero_warn(
+            f"The accumulation factor {schedule.largest_factor} is larger than an epoch, which has {batches}"
+            " micro-batch(es): a window ends with its epoch, and steps with the mean over what it holds."
+        )
 
 
 def warn_of_low_precision(optimizers: list[Optimizer], schedule: Schedule, in_float32: bool) -> None:

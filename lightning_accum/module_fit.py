@@ -82,8 +82,9 @@ class FitLifeCycle(WindowOwner, _Module):
         scheduler = next((c for c in (*callbacks, *present) if isinstance(c, AccumulationScheduler)), None)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if scheduler is None:
+            checks.refuse_schedule_as_flag(trainer)
             # Also for validation and test: a checkpoint of the fit has its state, and Lightning would miss it.
-            scheduler = AccumulationScheduler(int(trainer.accumulate_grad_batches))
+            scheduler = AccumulationScheduler(trainer.accumulate_grad_batches)
             scheduler.is_attached = True
             callbacks.append(scheduler)
         elif fitting:

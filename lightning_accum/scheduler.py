@@ -97,6 +97,7 @@ class AccumulationScheduler(Callback):
             checks.refuse_manual_optimization(pl_module)
         else:
             checks.refuse_two_factors(trainer)
+            self._automatic.guard(pl_module)
         self._flags.show(trainer, WindowLength(self.schedule.factor_at(0)))
 
     @override
@@ -117,6 +118,7 @@ class AccumulationScheduler(Callback):
         self._flags.write(trainer, window)
         if pl_module.automatic_optimization:
             self._automatic.start(trainer, pl_module, self.ledger.optimizer(0))
+        checks.warn_of_short_epochs(trainer, self.schedule)
         rank_zero_info(plan.arithmetic(trainer, self.schedule))
 
     @override
@@ -148,8 +150,9 @@ class AccumulationScheduler(Callback):
         if self._works_for(trainer, pl_module):
             self._automatic.before_optimizer_step(trainer, pl_module, optimizer)
             # Counted here and not in on_train_batch_end, so that a checkpoint made by a callback that comes earlier in
-            # the list does not see a window that is closed already.
-            self.ledger.close()
+            # the list does not see a window that is closed already. A closure optimizer comes here several times.
+            if self.ledger.window is not None:
+                self.ledger.close()
 
     @override
     def on_train_batch_end(
@@ -187,6 +190,7 @@ class AccumulationScheduler(Callback):
     def _end(self, trainer: Trainer, module: LightningModule) -> None:
         self._flags.give_back(trainer)
         self.gradients.end()
+        self._automatic.release(module)
         if isinstance(module, WindowOwner):
             module._accumulation_end()
 

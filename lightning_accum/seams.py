@@ -80,11 +80,21 @@ def shadowed(module: LightningModule, hook: str, replacement: Callable[..., Any]
     Fact: Lightning looks hooks up on the instance, so that an instance attribute comes before the class's method. The
     user's own override, which may not call ``super()``, stays what it is.
     """
-    module.__dict__[hook] = replacement
+    shadow(module, hook, replacement)
     try:
         yield
     finally:
-        module.__dict__.pop(hook, None)
+        unshadow(module, hook)
+
+
+def shadow(module: LightningModule, hook: str, replacement: Callable[..., Any]) -> None:
+    """Put a function in front of a module's hook, until `unshadow`."""
+    module.__dict__[hook] = replacement
+
+
+def unshadow(module: LightningModule, hook: str) -> None:
+    """Take away what stands in front of a module's hook, if anything does."""
+    module.__dict__.pop(hook, None)
 
 
 def shadow_once(module: LightningModule, hook: str, replacement: Callable[..., Any]) -> None:
@@ -94,9 +104,4 @@ def shadow_once(module: LightningModule, hook: str, replacement: Callable[..., A
         unshadow(module, hook)
         return replacement(*args, **kwargs)
 
-    module.__dict__[hook] = once
-
-
-def unshadow(module: LightningModule, hook: str) -> None:
-    """Take away what ``shadow_once`` put there, if Lightning never called it."""
-    module.__dict__.pop(hook, None)
+    shadow(module, hook, once)
