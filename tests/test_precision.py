@@ -376,8 +376,8 @@ def test_short_windows_and_float32_parameters_are_not_warned_of() -> None:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         warnings.filterwarnings("ignore", ".*treespec.*")
-        make_trainer(callbacks=[AccumulationScheduler(63)], precision="bf16-true").fit(Big(), data(1))
-        make_trainer(callbacks=[AccumulationScheduler(64)]).fit(Big(), data(1))
+        make_trainer(callbacks=[AccumulationScheduler(63)], precision="bf16-true").fit(Big(), data(*[1] * 64))
+        make_trainer(callbacks=[AccumulationScheduler(64)]).fit(Big(), data(*[1] * 64))
 
 
 def test_summing_in_float32_changes_nothing_for_float32_parameters() -> None:
