@@ -55,7 +55,9 @@ def check_no_gradients(optimizer: Optimizer) -> None:
         raise RuntimeError(
             "There are gradients that `accumulate` has not made: `loss.backward()` or `manual_backward` was called by"
             " hand. They are neither weighed nor scaled as the window's are. Hand the loss to `self.accumulate(loss)`"
-            " instead; of several losses in one `training_step`, all but the last with `more=True`."
+            " instead; of several losses in one `training_step`, all but the last with `more=True`. Or, with several"
+            " ranks, another optimizer's loss has run through this one's parameters: compute and accumulate it inside"
+            " `with optimizer.toggle_model():`."
         )
 
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from lightning_accum import effective_step, precision, seams
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients import WindowGradients
+from lightning_accum.ranks import sums
 from lightning_accum.weighting import OptimizerWindow, Weight
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ class AutomaticWindow:
     Lightning divides each loss by the announced length, whatever the micro-batches weigh and however many contribute.
     """
 
-    def __init__(self, gradients: WindowGradients) -> None:
+    def __init__(self, gradients: WindowGradients, is_weighted: bool) -> None:
         self.window = OptimizerWindow()
+        self._is_weighted = is_weighted
         self._gradients = gradients
         self._weight: Weight = 1.0
         self._contributes = False
@@ -58,7 +60,7 @@ class AutomaticWindow:
         self._contributes = True
         if self.window.has_closed:  # a closure optimizer evaluates the same micro-batch again
             self.window.clear()
-        self.window.add(self._weight, divisor)
+        self.window.add(self._weight, divisor, alone=trainer.world_size == 1 or not self._is_weighted)
         scale = self.window.scale(self._weight, divided_by=divisor)
         if isinstance(scale, Tensor):
             scale = scale.to(loss.dtype)
@@ -76,11 +78,21 @@ class AutomaticWindow:
             self._step = precision.ScaledStep(scaler, optimizer)
             if not self._contributes:
                 self._step_for_lightning(module, scaler, optimizer)
+        self._settle(trainer)
         self.window.has_moved = not self.window.is_empty()
         if self.window.has_moved:
-            self._gradients.normalize(optimizer, self.window.correction())
+            self._gradients.normalize(optimizer, self.window.correction(trainer.world_size))
         else:
             self._gradients.drop(optimizer)
+
+    def _settle(self, trainer: Trainer) -> None:
+        """Sum weights over the ranks. Without `weight_fn` every rank has as many: Lightning refuses None there."""
+        window, ranks = self.window, trainer.world_size
+        if ranks == 1 or not self._is_weighted:
+            window.settle(float(window.weight) * ranks, window.loss, window.micro_batches * ranks)
+        else:
+            weight, contributions = sums(trainer, window.weight, window.micro_batches).tolist()
+            window.settle(weight, window.loss, int(contributions))
 
     def _step_for_lightning(self, module: LightningModule, scaler: GradScaler, optimizer: Optimizer) -> None:
         """Make the step that Lightning leaves out under a GradScaler where the window's last `training_step` gave None.
@@ -115,7 +127,8 @@ class AutomaticWindow:
         skipped = self._step.finish() if self._step is not None else False
         self._step = None
         if had_weight and self._is_awaited:
-            step = EffectiveStep(index, window.mean_loss(), window.weight, window.micro_batches, None, skipped)
+            loss = sums(trainer, window.loss)[0] / window.weight if trainer.world_size > 1 else window.mean_loss()
+            step = EffectiveStep(index, loss, window.weight, window.micro_batches, None, skipped)
         window.close() if had_weight else window.clear()
         window.begin()
         if step is not None:

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_accum import seams
 from lightning_accum.gradients import parameters
 from lightning_accum.precision import LOW_PRECISION
+from lightning_accum.ranks import agree
 from lightning_accum.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -59,6 +60,35 @@ def refuse_strategy(trainer: Trainer) -> None:
             f"`lightning_accum` cannot be used with {type(trainer.strategy).__name__}: its engine owns accumulation,"
             " clipping and the step. Remove the AccumulationScheduler (and AccumulationMixin), and use automatic"
             " optimization with `Trainer(accumulate_grad_batches=N)`."
+        )
+
+
+def refuse_without_mixin(**options: bool) -> None:
+    """Options of the scheduler that are about what only the mixin does."""
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise MisconfigurationException(
+            f"`AccumulationScheduler({given[0]}=True)` needs AccumulationMixin; in automatic optimization Lightning makes"
+            " the backwards, and syncs the window's last one. Leave it out, or use manual optimization with the mixin."
+        )
+
+
+def refuse_float32_over_ranks(trainer: Trainer, in_float32: bool) -> None:
+    """DDP reduces ``.grad`` itself, from which the sums in float32 were taken away."""
+    if in_float32 and trainer.world_size > 1:
+        raise MisconfigurationException(
+            "`AccumulationScheduler(accumulate_in_float32=True)` works in one process only, not on"
+            f" {trainer.world_size} ranks. Keep float32 parameters instead: `Trainer(precision='bf16-mixed')`."
+        )
+
+
+def refuse_unequal_loaders(trainer: Trainer) -> None:
+    """Ranks whose windows would end at different places, and who would wait for each other for ever."""
+    batches = trainer.num_training_batches
+    if not agree(trainer, -1 if batches == float("inf") else batches):
+        raise MisconfigurationException(
+            f"The ranks have different numbers of micro-batches per epoch (this one: {batches}), so that their"
+            " accumulation windows would end at different places. Use a DistributedSampler, or `limit_train_batches`."
         )
 
 

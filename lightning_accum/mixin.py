@@ -143,47 +143,43 @@ class AccumulationMixin(FitLifeCycle):
                 "`accumulate` was called again for an optimizer that has already stepped in this `training_step`."
                 " Give `more=True` to every call but the last."
             )
+        last = state.closes and not more
         if loss is not None:
-            self._contribute(state, window, loss, weight, state.trainer.optimizers[optimizer_idx])
-        if state.closes and not more:
-            return self._step(state, optimizer_idx, in_step=True)
-        return None
+            self._contribute(state, window, loss, weight, optimizer_idx, last=last)
+        return self._step(state, optimizer_idx, in_step=True) if last else None
 
     def _contribute(
-        self, state: FitState, window: OptimizerWindow, loss: Tensor, weight: Any, optimizer: Optimizer
+        self, state: FitState, window: OptimizerWindow, loss: Tensor, weight: Any, optimizer_idx: int, *, last: bool
     ) -> None:
-        """Scale the loss to its part of the window, and make its backward."""
+        """Scale the loss to its part of the window, and make its backward; the window's last one is synced."""
         check_loss(loss)
+        optimizers, scheduler, alone = state.trainer.optimizers, state.scheduler, state.ranks.size == 1
         if window.micro_batches == 0:
-            check_no_gradients(optimizer)
-        scheduler = state.scheduler
+            check_no_gradients(optimizers[optimizer_idx])
         weight = scheduler.weigh(state.batch, loss.device) if weight is None else as_weight(weight, loss.device)
         # Losses are divided beforehand so that fp16 stays in range; a sum in float32 does, and 1 is not rounded.
         length = 1 if scheduler.gradients.in_float32 else int(state.trainer.accumulate_grad_batches)
-        window.add(weight, real_divisor(length, loss.dtype))
+        window.add(weight, real_divisor(length, loss.dtype) if alone else length, alone=alone)
         if not isinstance(weight, Tensor) and weight == 0:
             return  # the mean over no items is NaN, and 0 * NaN too
         window.add_loss(loss, weight)
         scale = window.scale(weight)
-        with without_autocast(loss.device):
-            scaled = loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale)
-            # The loss of one optimizer may run through the parameters of another, whose window must not hold it.
-            only = {"inputs": list(trainable(optimizer))} if len(state.trainer.optimizers) > 1 else {}
+        scaled = loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale)
+        # The loss of one optimizer may run through the parameters of another, whose window must not hold it. DDP waits
+        # for all parameters of the graph; there `toggle_model` keeps them apart.
+        only = {"inputs": list(trainable(optimizers[optimizer_idx]))} if alone and len(optimizers) > 1 else {}
+        with without_autocast(loss.device), state.ranks.backward(last=last):
             self.manual_backward(scaled, **only)
+        window.has_synced = last
 
     def _step(self, state: FitState, optimizer_idx: int, *, in_step: bool) -> EffectiveStep | None:
         """Make the optimizer step of a window that is complete, and tell of it."""
         window = state.scheduler.ledger.optimizer(optimizer_idx)
         window.has_closed = True
         optimizer = _as_list(self.optimizers())[optimizer_idx]
-        if window.micro_batches == 0:
-            check_no_gradients(optimizer.optimizer)
+        if not self._complete(state, window, optimizer.optimizer):
             return None
-        if window.is_empty():
-            state.scheduler.gradients.drop(optimizer.optimizer)
-            window.clear()
-            return None
-        state.scheduler.gradients.normalize(optimizer.optimizer, window.correction())
+        state.scheduler.gradients.normalize(optimizer.optimizer, window.correction(state.ranks.size))
         with nullcontext() if in_step else seams.counted(state.trainer, optimizer):
             skipped = self._step_optimizer(state, optimizer)
         optimizer.optimizer.zero_grad()
@@ -196,6 +192,23 @@ class AccumulationMixin(FitLifeCycle):
         step = EffectiveStep(self.effective_step, loss, weight, micro_batches, state.grad_norm, skipped, optimizer_idx)
         effective_step.tell(state.trainer, self, step)
         return step
+
+    def _complete(self, state: FitState, window: OptimizerWindow, optimizer: Optimizer) -> bool:
+        """Bring the window's sums and gradients together over the ranks; whether there is anything to step with."""
+        if window.micro_batches == 0:
+            check_no_gradients(optimizer)
+            window.length = int(state.trainer.accumulate_grad_batches)  # as on the ranks that have contributed
+        if state.ranks.size > 1 and not window.has_synced:
+            several = len(state.trainer.optimizers) > 1
+            with without_autocast(self.device):
+                state.ranks.zero_backward(trainable(optimizer) if several else self.parameters())
+        if state.ranks.size > 1 or window.micro_batches:
+            state.ranks.settle(window)
+        if window.is_empty():
+            state.scheduler.gradients.drop(optimizer)
+            window.clear()
+            return False
+        return True
 
     def _step_optimizer(self, state: FitState, optimizer: LightningOptimizer) -> bool:
         """Step through Lightning's wrapper: unscale, the hooks before the step, the module's own, the clip, the update.

@@ -14,6 +14,7 @@ from lightning_accum import checks, seams
 from lightning_accum.ledger import Counters
 from lightning_accum.lr_schedulers import LRSchedulers
 from lightning_accum.owner import WindowOwner
+from lightning_accum.ranks import Ranks
 from lightning_accum.scheduler import AccumulationScheduler
 
 if TYPE_CHECKING:
@@ -25,10 +26,21 @@ else:
 class FitState:
     """What the mixin knows during a fit. It holds detached tensors only; it copies and pickles as None."""
 
-    __slots__ = ("batch", "closes", "grad_norm", "in_step", "is_mid_epoch", "lr_schedulers", "scheduler", "trainer")
+    __slots__ = (
+        "batch",
+        "closes",
+        "grad_norm",
+        "in_step",
+        "is_mid_epoch",
+        "lr_schedulers",
+        "ranks",
+        "scheduler",
+        "trainer",
+    )
 
-    def __init__(self, trainer: Trainer, scheduler: AccumulationScheduler) -> None:
+    def __init__(self, trainer: Trainer, scheduler: AccumulationScheduler, ranks: Ranks) -> None:
         self.trainer = trainer
+        self.ranks = ranks
         self.scheduler = scheduler
         self.lr_schedulers = LRSchedulers()
         self.in_step = False
@@ -95,7 +107,8 @@ class FitLifeCycle(WindowOwner, _Module):
 
     @override
     def _accumulation_begin(self, trainer: Trainer, scheduler: AccumulationScheduler) -> None:
-        self._accumulation = state = FitState(trainer, scheduler)
+        ranks = Ranks(trainer, self, sync_each=scheduler.sync_each_micro_batch)
+        self._accumulation = state = FitState(trainer, scheduler, ranks)
         self._accumulation_counters = scheduler.ledger.counters
         recording = state.lr_schedulers.recording(self.configure_optimizers)
         seams.shadow_once(self, "configure_optimizers", recording)
@@ -111,6 +124,8 @@ class FitLifeCycle(WindowOwner, _Module):
     def _accumulation_batch_end(self) -> None:
         if (state := self._accumulation) is not None:
             state.lr_schedulers.after_batch(state.trainer, self)
+            if state.closes:
+                state.ranks.after_window()
 
     @override
     def _accumulation_epoch_end(self) -> None:

@@ -45,6 +45,8 @@ class AccumulationScheduler(Callback):
             is a mean over their items: the window's gradient is ``sum(weight * grad loss) / sum(weight)``.
         accumulate_in_float32: whether the gradients of bf16 and fp16 parameters are summed in float32, at the cost of
             one float32 tensor per such parameter. In bf16 256 + 1 is 256: long windows lose what is small.
+        sync_each_micro_batch: whether gradients are reduced over the ranks after every micro-batch instead of once per
+            window: less memory under sharding, more communication, the same update. Needs the mixin.
 
     Raises:
         TypeError: a factor or start that is not an int, or a mapping of names.
@@ -67,14 +69,16 @@ class AccumulationScheduler(Callback):
         interval: Interval = "epoch",
         weight_fn: Callable[[Any], Any] | None = None,  # a class as its result would make jsonargparse want a factory
         accumulate_in_float32: bool = False,
+        sync_each_micro_batch: bool = False,
     ) -> None:
         self.schedule = Schedule.parse(scheduling, interval)
         self.scheduling = scheduling if isinstance(scheduling, int) else dict(scheduling)
         self.weight_fn = weight_fn
+        self.sync_each_micro_batch = sync_each_micro_batch
         self.gradients = WindowGradients(accumulate_in_float32)
         self.ledger = Ledger()
         self.is_attached = False  # by the mixin, for one fit
-        self._automatic = AutomaticWindow(self.gradients)
+        self._automatic = AutomaticWindow(self.gradients, is_weighted=weight_fn is not None)
         self._backward = checks.FirstBackward(self.schedule)
         self._flags = TrainerFlags()
         self._restored: dict[str, Any] | None = None
@@ -97,11 +101,13 @@ class AccumulationScheduler(Callback):
             checks.refuse_manual_optimization(pl_module)
         else:
             checks.refuse_two_factors(trainer)
+            checks.refuse_without_mixin(sync_each_micro_batch=self.sync_each_micro_batch)
             self._automatic.guard(pl_module)
         self._flags.show(trainer, WindowLength(self.schedule.factor_at(0)))
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        checks.refuse_float32_over_ranks(trainer, self.gradients.in_float32)
         checks.refuse_closure_optimizers(trainer.optimizers, self.schedule, not pl_module.automatic_optimization)
         checks.warn_of_low_precision(trainer.optimizers, self.schedule, self.gradients.in_float32)
         self.gradients.start(trainer.optimizers)
@@ -118,6 +124,7 @@ class AccumulationScheduler(Callback):
         self._flags.write(trainer, window)
         if pl_module.automatic_optimization:
             self._automatic.start(trainer, pl_module, self.ledger.optimizer(0))
+        checks.refuse_unequal_loaders(trainer)
         checks.warn_of_short_epochs(trainer, self.schedule)
         rank_zero_info(plan.arithmetic(trainer, self.schedule))
 

@@ -21,7 +21,18 @@ class OptimizerWindow:
         reference: the mean weight per contribution in the last window; None before there is one.
     """
 
-    __slots__ = ("has_closed", "has_moved", "length", "loss", "micro_batches", "reference", "steps", "weight")
+    __slots__ = (
+        "contributions",
+        "has_closed",
+        "has_moved",
+        "has_synced",
+        "length",
+        "loss",
+        "micro_batches",
+        "reference",
+        "steps",
+        "weight",
+    )
 
     def __init__(self, steps: int = 0, reference: Weight | None = None) -> None:
         self.steps = steps
@@ -33,19 +44,23 @@ class OptimizerWindow:
         """Forget what the window holds."""
         self.length: float = 1
         self.micro_batches = 0
+        self.contributions = 0  # on all ranks; known when the window is settled
         self.weight: Weight = 0.0
         self.loss: Weight = 0.0
 
     def begin(self) -> None:
         """The next window is another one."""
-        self.has_closed = self.has_moved = False
+        self.has_closed = self.has_moved = self.has_synced = False
 
-    def add(self, weight: Weight, length: float) -> None:
-        """Count a contribution to a window that is announced to hold so many."""
+    def add(self, weight: Weight, length: float, *, alone: bool = True) -> None:
+        """Count a contribution to a window that is announced to hold so many; ``alone``: there is one rank.
+
+        The reference must be the same on all ranks, who do not know each other's first weight.
+        """
         if self.micro_batches == 0:
             self.length = length  # fixed here: what is in the gradients has been scaled by it
         if self.reference is None:
-            self.reference = _first_reference(weight)
+            self.reference = _first_reference(weight) if alone else 1.0
         self.micro_batches += 1
         self.weight = self.weight + weight
 
@@ -62,16 +77,23 @@ class OptimizerWindow:
         """What a loss of this weight is multiplied by, if somebody else divides it by ``divided_by`` as well."""
         return weight * divided_by / self._unit()
 
-    def correction(self) -> Weight:
-        """What turns the accumulated gradient into the weighted mean; 1 in a full window of equal weights."""
-        return self._unit() / self.weight
+    def settle(self, weight: float, loss: Weight, contributions: int) -> None:
+        """Replace this rank's sums by those of all ranks, the weight as a number that was read back."""
+        self.weight, self.loss, self.contributions = weight, loss, contributions
+
+    def correction(self, ranks: int = 1) -> Weight:
+        """What turns the accumulated gradient into the weighted mean; 1 in a full window of equal weights.
+
+        Between ranks gradients are averaged where they should be summed: hence times the number of ranks.
+        """
+        return self._unit() * ranks / self.weight
 
     def _unit(self) -> Weight:
         return self.length if self.reference is None else self.length * self.reference
 
     def is_empty(self) -> bool:
-        """Whether the total weight is 0. Reads one number from the device if the weights are tensors."""
-        return float(self.weight) == 0.0
+        """Whether the total weight of a settled window is 0."""
+        return self.weight == 0.0
 
     def mean_loss(self) -> Tensor:
         """The window's weighted mean loss, scalar ``()``."""
@@ -81,7 +103,7 @@ class OptimizerWindow:
 
     def close(self) -> None:
         """Keep the mean weight as the next window's reference, and forget the rest."""
-        self.reference = self.weight / self.micro_batches
+        self.reference = self.weight / self.contributions
         self.clear()
 
 

@@ -1,0 +1,123 @@
+"""What travels between ranks: gradients once per window, and a few numbers at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_accum.weighting import OptimizerWindow, Weight
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+def sums(trainer: Trainer, *values: Weight) -> Tensor:
+    """The sums of some numbers over all ranks, shape ``(len(values),)``, by one all-reduce, in float64."""
+    device = trainer.strategy.root_device
+    mine = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+    total: Tensor = trainer.strategy.reduce(mine, reduce_op="sum")  # type: ignore[assignment]
+    return total
+
+
+def agree(trainer: Trainer, number: float) -> bool:
+    """Whether a number is the same on all ranks; every rank must ask, and every one hears the same answer."""
+    if trainer.world_size == 1:
+        return True
+    total, squares = sums(trainer, number, number * number).tolist()
+    return bool(total * total == squares * trainer.world_size)
+
+
+@contextmanager
+def _ddp(model: DistributedDataParallel, synced: bool) -> Iterator[None]:
+    """As ``model.no_sync()``, in both directions: `toggle_model(sync_grad=False)` around the last backward is no trap."""
+    before, model.require_backward_grad_sync = model.require_backward_grad_sync, synced
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync = before
+
+
+class Ranks:
+    """Gradients and sums of a fit under manual optimization.
+
+    Every rank makes exactly one synced backward per window and optimizer; all others are local. A rank that has nothing
+    to give there makes a zero one: gradients are never all-reduced by hand, which would cross the reducer's own order.
+
+    Args:
+        trainer: the Trainer of the fit.
+        module: the module that makes the backwards.
+        sync_each: whether every backward is synced, which under sharding keeps whole gradients out of memory.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, *, sync_each: bool) -> None:
+        self.size = trainer.world_size
+        self._trainer, self._module = trainer, module
+        self._sync_each = sync_each
+        self._is_first = True
+
+    def backward(self, *, last: bool) -> AbstractContextManager[None]:
+        """The context of a backward; only the window's last one is synced."""
+        if self.size == 1:
+            return nullcontext()
+        model = self._trainer.strategy.model
+        synced = last or self._sync_each
+        if isinstance(model, DistributedDataParallel):
+            # Fact: with a static graph the reducer learns the graph in the first backward, and must see it synced. To
+            # sync a partial sum does no harm: the mean of what is equal on all ranks is itself.
+            synced = synced or (self._is_first and model.static_graph)
+            self._is_first = False
+            return _ddp(model, synced)
+        if isinstance(model, FullyShardedDataParallel):
+            return nullcontext() if synced else model.no_sync()
+        return self._fully_shard(synced)
+
+    @contextmanager
+    def _fully_shard(self, synced: bool) -> Iterator[None]:
+        """Fact: Lightning's own `block_backward_sync` does nothing for modules of ``fully_shard``."""
+        for module in self._sharded_modules():
+            module.set_requires_gradient_sync(synced, recurse=False)
+        yield
+
+    def _sharded_modules(self) -> list[Any]:
+        return [m for m in self._module.modules() if hasattr(m, "set_requires_gradient_sync")]
+
+    def zero_backward(self, parameters: Iterable[Tensor]) -> None:
+        """Take part in the window's synced backward with nothing: the gradients stay as they are, but for the sync."""
+        if isinstance(self._trainer.strategy.model, FullyShardedDataParallel) or self._sharded_modules():
+            raise RuntimeError(
+                "A window ended without the backward of its last micro-batch, which sharded parameters need: their"
+                " gradients are reduced in it. Let every rank call `accumulate` with a loss at the window's last"
+                " micro-batch (times 0, if it has nothing to give)."
+            )
+        with self.backward(last=True):
+            self._module.manual_backward(0 * torch.stack([p.sum() for p in parameters if p.requires_grad]).sum())
+
+    def settle(self, window: OptimizerWindow) -> None:
+        """Sum what the window holds over the ranks, by one all-reduce and one read. With one rank, nothing travels."""
+        if self.size == 1:
+            window.settle(float(window.weight), window.loss, window.micro_batches)
+            return
+        place = self._trainer.fit_loop.epoch_loop.batch_idx
+        total = sums(self._trainer, window.weight, window.loss, window.micro_batches, place, place * place)
+        weight, _, contributions, places, squares = total.tolist()
+        if places * places != squares * self.size:
+            raise RuntimeError(
+                f"The ranks disagree about where an accumulation window ends: here after micro-batch {place} of the"
+                " epoch. Their loaders have different lengths; give all ranks equally many micro-batches"
+                " (DistributedSampler, or `limit_train_batches`)."
+            )
+        window.settle(weight, total[1], int(contributions))
+
+    def after_window(self) -> None:
+        """Let the next forward broadcast the buffers (BatchNorm statistics) of rank 0, as in automatic optimization.
+
+        Fact: in manual optimization Lightning leaves DDP with the flag off after every forward, so that it never does.
+        """
+        if isinstance(model := self._trainer.strategy.model, DistributedDataParallel):
+            model.require_forward_param_sync = True
