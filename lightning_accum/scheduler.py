@@ -97,7 +97,6 @@ class AccumulationScheduler(Callback):
             checks.refuse_manual_optimization(pl_module)
         else:
             checks.refuse_two_factors(trainer)
-            self._automatic.guard(pl_module)
         self._flags.show(trainer, WindowLength(self.schedule.factor_at(0)))
 
     @override
@@ -163,6 +162,9 @@ class AccumulationScheduler(Callback):
         elif self._works_for(trainer, pl_module):
             skipped = self._automatic.batch_end(trainer, pl_module, outputs, self.ledger.counters.effective_step - 1)
             self.ledger.counters.skipped_steps += skipped
+            if self._automatic.window.micro_batches and seams.closes_window(trainer):
+                # The loader has left the window's last place empty. A validation here must keep what is pending.
+                seams.shadow_once(pl_module, "on_validation_model_zero_grad", lambda: None)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -190,7 +192,6 @@ class AccumulationScheduler(Callback):
     def _end(self, trainer: Trainer, module: LightningModule) -> None:
         self._flags.give_back(trainer)
         self.gradients.end()
-        self._automatic.release(module)
         if isinstance(module, WindowOwner):
             module._accumulation_end()
 
@@ -213,6 +214,7 @@ class AccumulationScheduler(Callback):
         overdue = self.ledger.window
         if overdue is not None and (not module.automatic_optimization or self._automatic.window.micro_batches):
             # The loader gave None for its last place, at which Lightning runs no training step: this one closes it.
+            seams.unshadow(module, "on_validation_model_zero_grad")
             return self.ledger.open(batch_idx + 1 - overdue.opened_at, overdue.opened_at)
         self._automatic.window.clear()
         left = trainer.num_training_batches - batch_idx
