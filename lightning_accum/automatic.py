@@ -33,18 +33,6 @@ class AutomaticWindow:
         self._step: precision.ScaledStep | None = None
         self._is_awaited = False
 
-    def guard(self, module: LightningModule) -> None:
-        """Keep an open window's gradients from a validation at a place that the loader left empty (None).
-
-        Lightning takes that micro-batch for the window's last one, and the window for closed.
-        """
-        own = module.on_validation_model_zero_grad
-        seams.shadow(module, "on_validation_model_zero_grad", lambda: None if self.window.micro_batches else own())
-
-    def release(self, module: LightningModule) -> None:
-        """The fit is over."""
-        seams.unshadow(module, "on_validation_model_zero_grad")
-
     def start(self, trainer: Trainer, module: LightningModule, window: OptimizerWindow) -> None:
         """A fit begins: nothing is pending, and losses are summed only if somebody wants to know."""
         self.window, self._step = window, None

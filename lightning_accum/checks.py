@@ -68,8 +68,8 @@ def refuse_without_mixin(**options: bool) -> None:
     given = [name for name, value in options.items() if value]
     if given:
         raise MisconfigurationException(
-            f"`AccumulationScheduler({given[0]}=True)` needs AccumulationMixin; in automatic optimization Lightning makes"
-            " the backwards, and syncs the window's last one. Leave it out, or use manual optimization with the mixin."
+            f"`AccumulationScheduler({given[0]}=True)` needs AccumulationMixin: in automatic optimization Lightning"
+            " makes the backwards, and syncs the window's last one. Leave it out, or use the mixin."
         )
 
 
@@ -90,6 +90,21 @@ def refuse_unequal_loaders(trainer: Trainer) -> None:
             f"The ranks have different numbers of micro-batches per epoch (this one: {batches}), so that their"
             " accumulation windows would end at different places. Use a DistributedSampler, or `limit_train_batches`."
         )
+
+
+def refuse_unequal_ends(trainer: Trainer) -> None:
+    """The same for loaders without a length, asked at every micro-batch: they tell only when their last one has come.
+
+    A rank alone at its last micro-batch would close its window, and the others would wait for it until a time-out.
+    """
+    if trainer.world_size > 1 and trainer.num_training_batches == float("inf"):
+        is_last = seams.epoch_is_complete(trainer)
+        if not agree(trainer, float(is_last)):
+            place = f"{'ends' if is_last else 'goes on'} after micro-batch {seams.ready_batches(trainer) - 1}"
+            raise RuntimeError(
+                f"The ranks' loaders have different lengths: this one's {place} of the epoch, where others do not. Give"
+                " all ranks equally many micro-batches, or `limit_train_batches`."
+            )
 
 
 def refuse_manual_optimization(module: LightningModule) -> None:

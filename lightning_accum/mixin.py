@@ -93,6 +93,7 @@ class AccumulationMixin(FitLifeCycle):
         state.begin_step(args[0] if args else None, closes=seams.closes_window(state.trainer))
         try:
             output = training_step(*args, **kwargs)
+            state.ranks.after_step()
             if state.closes:
                 self._close_window(state, in_step=True)
                 self._complete_epoch(state)
@@ -154,7 +155,7 @@ class AccumulationMixin(FitLifeCycle):
         """Scale the loss to its part of the window, and make its backward; the window's last one is synced."""
         check_loss(loss)
         optimizers, scheduler, alone = state.trainer.optimizers, state.scheduler, state.ranks.size == 1
-        if window.micro_batches == 0:
+        if window.micro_batches == 0 and (alone or len(optimizers) > 1):
             check_no_gradients(optimizers[optimizer_idx])
         weight = scheduler.weigh(state.batch, loss.device) if weight is None else as_weight(weight, loss.device)
         # Losses are divided beforehand so that fp16 stays in range; a sum in float32 does, and 1 is not rounded.
@@ -196,7 +197,8 @@ class AccumulationMixin(FitLifeCycle):
     def _complete(self, state: FitState, window: OptimizerWindow, optimizer: Optimizer) -> bool:
         """Bring the window's sums and gradients together over the ranks; whether there is anything to step with."""
         if window.micro_batches == 0:
-            check_no_gradients(optimizer)
+            if state.ranks.size == 1:
+                check_no_gradients(optimizer)
             window.length = int(state.trainer.accumulate_grad_batches)  # as on the ranks that have contributed
         if state.ranks.size > 1 and not window.has_synced:
             several = len(state.trainer.optimizers) > 1

@@ -21,7 +21,7 @@ def sums(trainer: Trainer, *values: Weight) -> Tensor:
     """The sums of some numbers over all ranks, shape ``(len(values),)``, by one all-reduce, in float64."""
     device = trainer.strategy.root_device
     mine = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
-    total: Tensor = trainer.strategy.reduce(mine, reduce_op="sum")  # type: ignore[assignment]
+    total: Tensor = trainer.strategy.reduce(mine, reduce_op="sum")
     return total
 
 
@@ -35,7 +35,7 @@ def agree(trainer: Trainer, number: float) -> bool:
 
 @contextmanager
 def _ddp(model: DistributedDataParallel, synced: bool) -> Iterator[None]:
-    """As ``model.no_sync()``, in both directions: `toggle_model(sync_grad=False)` around the last backward is no trap."""
+    """As ``model.no_sync()``, in both directions: `toggle_model(sync_grad=False)` around the last one is no trap."""
     before, model.require_backward_grad_sync = model.require_backward_grad_sync, synced
     try:
         yield
@@ -68,14 +68,27 @@ class Ranks:
         model = self._trainer.strategy.model
         synced = last or self._sync_each
         if isinstance(model, DistributedDataParallel):
-            # Fact: with a static graph the reducer learns the graph in the first backward, and must see it synced. To
-            # sync a partial sum does no harm: the mean of what is equal on all ranks is itself.
-            synced = synced or (self._is_first and model.static_graph)
+            synced = synced or self._must_sync_first
             self._is_first = False
             return _ddp(model, synced)
         if isinstance(model, FullyShardedDataParallel):
             return nullcontext() if synced else model.no_sync()
         return self._fully_shard(synced)
+
+    @property
+    def _must_sync_first(self) -> bool:
+        """Whether the next backward must be synced wherever it is.
+
+        Fact: with a static graph the reducer learns the graph in the fit's first backward. To sync a partial sum does
+        no harm: the mean of what is equal on all ranks is itself.
+        """
+        model = self._trainer.strategy.model
+        return self._is_first and isinstance(model, DistributedDataParallel) and bool(model.static_graph)
+
+    def after_step(self) -> None:
+        """Take part in the first backward of the others, if this rank's first `training_step` has made none."""
+        if self._must_sync_first:
+            self.zero_backward(self._module.parameters())
 
     @contextmanager
     def _fully_shard(self, synced: bool) -> Iterator[None]:

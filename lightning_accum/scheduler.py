@@ -102,7 +102,6 @@ class AccumulationScheduler(Callback):
         else:
             checks.refuse_two_factors(trainer)
             checks.refuse_without_mixin(sync_each_micro_batch=self.sync_each_micro_batch)
-            self._automatic.guard(pl_module)
         self._flags.show(trainer, WindowLength(self.schedule.factor_at(0)))
 
     @override
@@ -136,6 +135,7 @@ class AccumulationScheduler(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self._flags.in_charge(trainer):
             return
+        checks.refuse_unequal_ends(trainer)
         if self.ledger.window is None or batch_idx >= self.ledger.window.end:
             self._flags.write(trainer, self._next_window(trainer, pl_module, batch_idx))
         self._flags.hold_logs(trainer)
@@ -170,6 +170,9 @@ class AccumulationScheduler(Callback):
         elif self._works_for(trainer, pl_module):
             skipped = self._automatic.batch_end(trainer, pl_module, outputs, self.ledger.counters.effective_step - 1)
             self.ledger.counters.skipped_steps += skipped
+            if self._automatic.window.micro_batches and seams.closes_window(trainer):
+                # The loader has left the window's last place empty. A validation here must keep what is pending.
+                seams.shadow_once(pl_module, "on_validation_model_zero_grad", lambda: None)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -197,7 +200,6 @@ class AccumulationScheduler(Callback):
     def _end(self, trainer: Trainer, module: LightningModule) -> None:
         self._flags.give_back(trainer)
         self.gradients.end()
-        self._automatic.release(module)
         if isinstance(module, WindowOwner):
             module._accumulation_end()
 
@@ -220,6 +222,7 @@ class AccumulationScheduler(Callback):
         overdue = self.ledger.window
         if overdue is not None and (not module.automatic_optimization or self._automatic.window.micro_batches):
             # The loader gave None for its last place, at which Lightning runs no training step: this one closes it.
+            seams.unshadow(module, "on_validation_model_zero_grad")
             return self.ledger.open(batch_idx + 1 - overdue.opened_at, overdue.opened_at)
         self._automatic.window.clear()
         left = trainer.num_training_batches - batch_idx

@@ -93,7 +93,7 @@ class OptimizerWindow:
 
     def is_empty(self) -> bool:
         """Whether the total weight of a settled window is 0."""
-        return self.weight == 0.0
+        return not isinstance(self.weight, Tensor) and self.weight == 0
 
     def mean_loss(self) -> Tensor:
         """The window's weighted mean loss, scalar ``()``."""

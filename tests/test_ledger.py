@@ -26,6 +26,7 @@ def contribute(ledger: Ledger, optimizer_idx: int, weight: Any) -> None:
     window = ledger.optimizer(optimizer_idx)
     window.add(weight, 2)
     window.steps += 1
+    window.settle(float(window.weight), window.loss, window.micro_batches)
     window.close()
 
 

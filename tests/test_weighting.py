@@ -30,12 +30,18 @@ class ReadBacks(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def settle(window: OptimizerWindow) -> None:
+    """Complete the window, as the only rank there is."""
+    window.settle(float(window.weight), window.loss, window.micro_batches)
+
+
 def shares(window: OptimizerWindow, weights: list[Any], announced: int, divided_by: int = 1) -> list[float]:
     """What each micro-batch's gradient is multiplied by in the end; closes the window."""
     scales = []
     for weight in weights:
         window.add(weight, announced)
         scales.append(window.scale(weight, divided_by) / divided_by)
+    settle(window)
     correction = window.correction()
     window.close()
     return [float(scale * correction) for scale in scales]
@@ -62,7 +68,7 @@ def test_each_gradient_gets_its_weights_part_of_the_total(
         assert got == pytest.approx([w / sum(weights) for w in weights], rel=1e-12)
         assert sum(got) == pytest.approx(1.0, rel=1e-12)
         assert float(window.reference) == pytest.approx(sum(weights) / len(weights), rel=1e-12)
-        assert isinstance(window.reference, float) == (kind is float)
+        assert isinstance(window.reference, float)
 
 
 @pytest.mark.parametrize("weight", [1.0, 7.0, 4096.0], ids=str)
@@ -75,7 +81,8 @@ def test_equal_weights_are_scaled_by_1_over_n_exactly_and_not_corrected(kind: An
                 window.add(kind(weight), n)
                 assert float(window.scale(kind(weight))) == 1 / n
                 assert float(window.scale(kind(weight), divided_by=n)) == 1.0
-            assert float(window.correction()) == 1.0
+            settle(window)
+            assert window.correction() == 1.0
             window.close()
 
 
@@ -100,10 +107,12 @@ def test_a_window_of_total_weight_0_is_empty_and_leaves_the_reference(kind: Any)
     assert window.is_empty()
     shares(window, [kind(8.0)], 1)
     window.add(kind(0.0), 2)
-    assert window.is_empty()
     assert float(window.scale(kind(0.0))) == 0.0
+    settle(window)
+    assert window.is_empty()
     window.clear()
     window.add(kind(8.0), 2)
+    settle(window)
     assert not window.is_empty()
     assert float(window.scale(kind(8.0))) == 1 / 2
 
@@ -142,20 +151,37 @@ def test_the_mean_loss_is_weighted_detached_and_no_less_exact_than_the_losses(ki
     assert (mean.item(), mean.shape, torch.promote_types(mean.dtype, dtype)) == (4.0, (), mean.dtype)
 
 
-def test_tensor_weights_are_read_back_by_is_empty_alone() -> None:
+def test_tensor_weights_are_read_back_once_when_the_window_is_settled() -> None:
     weights: list[Weight] = [torch.tensor(float(w), dtype=torch.float64) for w in (0, 3, 5, 2)]
     loss = torch.tensor(1.5)
     window = OptimizerWindow()
-    with ReadBacks() as read_backs:
-        for _ in range(2):
+    for window_index in range(2):
+        with ReadBacks() as read_backs:
             for weight in weights:
                 window.add(weight, 4)
                 window.add_loss(loss, weight)
                 window.scale(weight)
+            assert read_backs.count == 0
+            settle(window)
+            assert read_backs.count == 1
+            assert not window.is_empty()
             window.correction()
             window.mean_loss()
             window.close()
-        assert read_backs.count == 0
-        window.add(weights[1], 1)
-        assert not window.is_empty()
-        assert read_backs.count == 1
+            assert (read_backs.count, window.reference) == (1, 2.5), window_index
+
+
+def test_ranks_share_the_first_reference_and_gradients_that_were_averaged_are_summed() -> None:
+    ranks = [[3.0, 5.0], [7.0]]
+    windows = [OptimizerWindow() for _ in ranks]
+    for _ in range(2):
+        gradient = 0.0
+        for window, weights in zip(windows, ranks, strict=True):
+            for weight in weights:
+                window.add(weight, 2, alone=False)
+                gradient += window.scale(weight) * weight / 2  # each loss's gradient is its weight; DDP averages
+        for window in windows:
+            window.settle(15.0, torch.tensor(0.0), 3)
+            assert gradient * window.correction(ranks=2) == pytest.approx((9 + 25 + 49) / 15)
+            window.close()
+            assert window.reference == 5.0
