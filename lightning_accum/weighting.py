@@ -71,7 +71,10 @@ class OptimizerWindow:
         loss = loss.detach()
         if loss.dtype in (torch.float16, torch.bfloat16):
             loss = loss.float()
-        self.loss = loss * weight + self.loss
+        if not isinstance(weight, Tensor) and isinstance(self.loss, Tensor):
+            self.loss = torch.add(self.loss, loss, alpha=weight)
+        else:
+            self.loss = loss * weight + self.loss
 
     def scale(self, weight: Weight, divided_by: float = 1) -> Weight:
         """What a loss of this weight is multiplied by, if somebody else divides it by ``divided_by`` as well."""
