@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -69,28 +68,6 @@ class AccumulationMixin(FitLifeCycle):
             )
         wrap(cls, "training_step", AccumulationMixin._run_training_step)
         wrap(cls, "configure_callbacks", AccumulationMixin._run_configure_callbacks)
-
-    @property
-    def automatic_optimization(self) -> bool:
-        """False: the mixin is for manual optimization."""
-        return False
-
-    @automatic_optimization.setter
-    def automatic_optimization(self, automatic: bool) -> None:
-        if automatic:
-            raise MisconfigurationException(
-                f"{type(self).__name__}.automatic_optimization = True: AccumulationMixin is for manual optimization."
-                " For automatic optimization leave it out, and add an AccumulationScheduler to the callbacks."
-            )
-
-    @override
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Fact: Lightning notes in this attribute which hook runs, some 30 times per micro-batch. nn.Module would look
-        # each time whether the name is a parameter, a buffer or a submodule: a tenth of a tiny model's time.
-        if name == "_current_fx_name":
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
 
     # A training step, from top to bottom
 

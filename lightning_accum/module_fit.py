@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
@@ -73,6 +74,28 @@ class FitLifeCycle(WindowOwner, _Module):
         "effective_step",
         "skipped_steps",
     )
+
+    @property
+    def automatic_optimization(self) -> bool:
+        """False: the mixin is for manual optimization."""
+        return False
+
+    @automatic_optimization.setter
+    def automatic_optimization(self, automatic: bool) -> None:
+        if automatic:
+            raise MisconfigurationException(
+                f"{type(self).__name__}.automatic_optimization = True: AccumulationMixin is for manual optimization."
+                " For automatic optimization leave it out, and add an AccumulationScheduler to the callbacks."
+            )
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Fact: Lightning notes in this attribute which hook runs, some 30 times per micro-batch. nn.Module would look
+        # each time whether the name is a parameter, a buffer or a submodule: a tenth of a tiny model's time.
+        if name == "_current_fx_name":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     @property
     def effective_step(self) -> int:

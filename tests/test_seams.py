@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import Toy, Unsized, as_given, make_trainer, ones
+from helpers import ManualToy, Toy, Unsized, as_given, make_trainer, ones
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -505,3 +505,19 @@ def test_an_unsized_loaders_last_batch_is_known_while_it_is_trained_on() -> None
     trainer.fit(Toy(), DataLoader(Unsized(torch.ones(3, dtype=torch.float64)), batch_size=1))
     assert trainer.num_training_batches == float("inf")
     assert last == [False, False, True]
+
+
+def test_lightning_notes_the_running_hook_where_the_mixin_sets_it_directly() -> None:
+    names: list[str] = []
+
+    class Noted(ManualToy):
+        def __setattr__(self, name: str, value: Any) -> None:
+            names.append(name)
+            super().__setattr__(name, value)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert self.__dict__["_current_fx_name"] == "training_step"
+            return super().training_step(batch, batch_idx)
+
+    make_trainer(accumulate_grad_batches=2).fit(Noted(), ones(10))
+    assert names.count("_current_fx_name") > 10 * 10  # the most of what is set during a fit
