@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, cos, pi
 from typing import Any
 
 import pytest
@@ -260,3 +260,28 @@ def test_b29_a_warm_up_of_four_steps_lasts_four_steps_under_a_schedule(door: str
     assert module.used == rates
     assert module.updates == [-rate for rate in rates]
     assert rows.of("accumulation/lr") == list(enumerate(rates))
+
+
+# B32: the same rate at the same place in the data
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_b32_a_schedule_of_the_estimates_length_has_the_same_rate_at_the_same_data_for_every_factor(door: str) -> None:
+    class Cosine(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rates: list[float] = []
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            steps = estimated_stepping_batches(self.trainer)
+            schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * cos(pi * step / steps))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    at = {n: [fit(door, Cosine, ones(32), n).rates[batches - 1] for batches in (8, 16, 24, 32)] for n in (1, 2, 4, 8)}
+    expected = [0.5 + 0.5 * cos(pi * part / 4) for part in (1, 2, 3, 4)]
+    for rates in at.values():
+        assert rates == pytest.approx(expected, abs=1e-12)
