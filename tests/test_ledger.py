@@ -64,7 +64,7 @@ def test_another_ledger_goes_on_from_a_checkpoint(weight: Any) -> None:
         window = other.optimizer(optimizer_idx)
         assert window.steps == 2
         assert window.reference == factor * weight
-        assert type(window.reference) is type(weight)
+        assert type(window.reference) is float  # read back when the window was settled
     assert not other.is_pending
 
 
