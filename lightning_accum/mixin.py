@@ -252,7 +252,7 @@ class AccumulationMixin(FitLifeCycle):
             return
         parameters = self.trainer.precision_plugin.main_params(optimizer)
         if algorithm.lower() == "norm":
-            state.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, value)
+            state.grad_norm = state.ranks.clip_by_norm(parameters, value)
         else:
             torch.nn.utils.clip_grad_value_(parameters, value)
 

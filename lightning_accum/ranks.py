@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,11 +61,13 @@ class Ranks:
         self._trainer, self._module = trainer, module
         self._sync_each = sync_each
         self._is_first = True
+        self._has_backward = False
 
     def backward(self, *, last: bool) -> AbstractContextManager[None]:
         """The context of a backward; only the window's last one is synced."""
         if self.size == 1:
             return nullcontext()
+        self._has_backward = True
         model = self._trainer.strategy.model
         synced = last or self._sync_each
         if isinstance(model, DistributedDataParallel):
@@ -86,9 +89,13 @@ class Ranks:
         return self._is_first and isinstance(model, DistributedDataParallel) and bool(model.static_graph)
 
     def after_step(self) -> None:
-        """Take part in the first backward of the others, if this rank's first `training_step` has made none."""
-        if self._must_sync_first:
+        """Take part in the first backward of the others, if this rank's first `training_step` has made none.
+
+        Fact: with sharded parameters every backward gathers them, so that all ranks must make the same backwards.
+        """
+        if self._must_sync_first or (self.size > 1 and not self._has_backward and self._is_sharded):
             self.zero_backward(self._module.parameters())
+        self._has_backward = False
 
     @contextmanager
     def _fully_shard(self, synced: bool) -> Iterator[None]:
@@ -97,19 +104,32 @@ class Ranks:
             module.set_requires_gradient_sync(synced, recurse=False)
         yield
 
+    @cached_property
+    def _is_sharded(self) -> bool:
+        return isinstance(self._trainer.strategy.model, FullyShardedDataParallel) or bool(self._sharded_modules())
+
     def _sharded_modules(self) -> list[Any]:
         return [m for m in self._module.modules() if hasattr(m, "set_requires_gradient_sync")]
 
     def zero_backward(self, parameters: Iterable[Tensor]) -> None:
         """Take part in the window's synced backward with nothing: the gradients stay as they are, but for the sync."""
-        if isinstance(self._trainer.strategy.model, FullyShardedDataParallel) or self._sharded_modules():
+        if self._is_sharded:
             raise RuntimeError(
-                "A window ended without the backward of its last micro-batch, which sharded parameters need: their"
-                " gradients are reduced in it. Let every rank call `accumulate` with a loss at the window's last"
-                " micro-batch (times 0, if it has nothing to give)."
+                "A micro-batch ended without a backward. Sharded parameters are gathered and reduced in every one, so"
+                " that the other ranks would wait for ever. Let every rank call `accumulate` with a finite loss at each"
+                " micro-batch; with `weight=torch.tensor(0.0)`, if it has nothing to give."
             )
         with self.backward(last=True):
             self._module.manual_backward(0 * torch.stack([p.sum() for p in parameters if p.requires_grad]).sum())
+
+    def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        """Clip by the norm of the whole gradient, the shards of other ranks included; returns it, shape ``()``."""
+        model = self._trainer.strategy.model
+        if isinstance(model, FullyShardedDataParallel):
+            return model.clip_grad_norm_(max_norm)  # Fact: its parameters are plain tensors that hold a shard
+        norm: Any = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        total: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return total
 
     def settle(self, window: OptimizerWindow) -> None:
         """Sum what the window holds over the ranks, by one all-reduce and one read. With one rank, nothing travels."""

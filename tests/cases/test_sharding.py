@@ -1,0 +1,128 @@
+"""Public bug reports of kind fsdp/deepspeed: what the strategy can do is asked, and what it does itself is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases.doors import CALLBACK, MIXIN, SCHEDULED
+from helpers import ManualToy, Toy, make_trainer, ones
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from test_ranks import ManualRanked, Ranked, assert_equal_to, fit_on_ranks, make_data, oracle
+from torch import Tensor, distributed, nn
+
+from lightning_accum import AccumulationScheduler
+
+BOTH = pytest.mark.parametrize("door", SCHEDULED)
+TOYS = {CALLBACK: Toy, MIXIN: ManualToy}
+
+# B56: memory against communication
+
+
+def test_b56_to_sync_every_micro_batch_makes_the_same_update_with_eight_all_reduces_instead_of_two() -> None:
+    data = make_data([[1, 5, 2, 4, 3, 1, 2, 2], [7, 1, 1, 2, 6, 9, 1, 3]])
+    deferred = fit_on_ranks(ManualRanked(data), callbacks=[AccumulationScheduler(4)])
+    assert [rank["reduced_at"] for rank in deferred] == [[3, 7]] * 2
+    at_once = fit_on_ranks(ManualRanked(data), callbacks=[AccumulationScheduler(4, sync_each_micro_batch=True)])
+    assert [rank["reduced_at"] for rank in at_once] == [[0, 1, 2, 3, 4, 5, 6, 7]] * 2
+    for ranks in (deferred, at_once):
+        assert_equal_to(oracle(data, 4), ranks)
+
+
+# B58, B59: engines that accumulate by themselves
+
+
+class Engine(SingleDeviceStrategy):
+    """Accumulates, clips and steps by itself, as DeepSpeed does."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        return True
+
+
+REFUSAL = r"cannot be used with Engine.*engine owns accumulation.*Remove.*Trainer\(accumulate_grad_batches=N\)"
+
+
+@BOTH
+@pytest.mark.parametrize("scheduling", [1, 4, {0: 2, 1: 4}], ids=str)
+def test_b58_b59_an_engine_that_accumulates_is_refused_with_the_way_out(
+    door: str, scheduling: int | dict[int, int]
+) -> None:
+    module, trainer = TOYS[door](), make_trainer(strategy=Engine(), callbacks=[AccumulationScheduler(scheduling)])
+    with pytest.raises(MisconfigurationException, match=REFUSAL):
+        trainer.fit(module, ones(4))
+    assert module.weights == []
+
+
+def test_b58_b59_the_mixin_alone_is_refused_too_and_the_trainer_keeps_its_flags() -> None:
+    module, trainer = ManualToy(), make_trainer(strategy=Engine(), accumulate_grad_batches=4, gradient_clip_val=1.0)
+    with pytest.raises(MisconfigurationException, match=REFUSAL):
+        trainer.fit(module, ones(4))
+    assert module.weights == []
+    assert (trainer.accumulate_grad_batches, trainer.gradient_clip_val) == (4, 1.0)
+
+
+def test_b58_the_way_out_is_open() -> None:
+    module = Toy()
+    make_trainer(strategy=Engine(), accumulate_grad_batches=4).fit(module, ones(4))
+    assert module.stepped_at  # by the rules of the engine
+
+
+# B60, B89: strategies that cannot leave the sync out
+
+
+@BOTH
+def test_b60_b89_a_strategy_of_one_device_has_nothing_to_sync(door: str) -> None:
+    module = TOYS[door]()
+    strategy = SingleDeviceStrategy(torch.device("cpu"))
+    make_trainer(strategy=strategy, callbacks=[AccumulationScheduler(4)]).fit(module, ones(6))
+    assert module.updates == [-1.0, -1.0]
+    assert module.stepped_at == [3, 5]
+
+
+@BOTH
+@pytest.mark.parametrize("ddp", [{}, {"static_graph": True}], ids=["plain", "static graph"])
+def test_b60_b89_one_rank_under_ddp_is_as_one_process(door: str, ddp: dict[str, Any]) -> None:
+    data = make_data([[2, 1, 3, 4, 5, 1]])
+    scheduler = AccumulationScheduler(4, weight_fn=lambda batch: batch[2])
+    module = {CALLBACK: Ranked, MIXIN: ManualRanked}[door](data)
+    assert_equal_to(oracle(data, 4), fit_on_ranks(module, 1, ddp=ddp, callbacks=[scheduler]))
+
+
+class EachBackward(DDPStrategy):
+    """Averages the gradients of every backward, and has no wrapper that could be asked not to."""
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
+        for parameter in model.parameters():
+            parameter.register_hook(self.mean)
+        return model
+
+    def mean(self, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        distributed.all_reduce(total)
+        return total / self.world_size
+
+
+class Unwrapped(Ranked):
+    def on_train_start(self) -> None:
+        assert not hasattr(self.trainer.strategy.model, "no_sync")
+
+
+class ManualUnwrapped(ManualRanked, Unwrapped):
+    pass
+
+
+@BOTH
+def test_b60_b89_a_strategy_that_syncs_every_backward_makes_the_same_update(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("test_ranks.DDPStrategy", EachBackward)
+    data = make_data([[1, 5, 2, 4, 3, 1], [7, 1, 1, 2, 6, 9]])
+    scheduler = AccumulationScheduler(4, weight_fn=lambda batch: batch[2])
+    ranks = fit_on_ranks({CALLBACK: Unwrapped, MIXIN: ManualUnwrapped}[door](data), callbacks=[scheduler])
+    assert_equal_to(oracle(data, 4), ranks)
