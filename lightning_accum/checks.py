@@ -82,6 +82,20 @@ def refuse_float32_over_ranks(trainer: Trainer, in_float32: bool) -> None:
         )
 
 
+def refuse_sync_each_under_offload(trainer: Trainer, sync_each: bool) -> None:
+    """FSDP with CPU offload, where a second reduced gradient replaces the first one instead of being added.
+
+    References:
+        https://github.com/pytorch/pytorch/pull/73535
+    """
+    offload = getattr(trainer.strategy, "cpu_offload", None)
+    if sync_each and getattr(offload, "offload_params", False):
+        raise MisconfigurationException(
+            f"`AccumulationScheduler(sync_each_micro_batch=True)` under {type(trainer.strategy).__name__} with CPU"
+            " offload would keep the last micro-batch's gradient only. Leave one of the two out."
+        )
+
+
 def refuse_unequal_loaders(trainer: Trainer) -> None:
     """Ranks whose windows would end at different places, and who would wait for each other for ever."""
     batches = trainer.num_training_batches

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_accum import seams
 from lightning_accum.weighting import OptimizerWindow, Weight
 
 if TYPE_CHECKING:
@@ -44,6 +45,17 @@ def _ddp(model: DistributedDataParallel, synced: bool) -> Iterator[None]:
         model.require_backward_grad_sync = before
 
 
+def sync_first_backward(trainer: Trainer) -> None:
+    """Let automatic optimization sync the fit's first backward, wherever it is in its window, if the graph is static.
+
+    Fact: the reducer learns the graph in a synced backward, and fails an assertion otherwise. One more sync does no
+    harm: the mean of what is equal on all ranks is itself.
+    """
+    model = trainer.strategy.model
+    if isinstance(model, DistributedDataParallel) and model.static_graph:
+        seams.shadow_once(trainer.strategy, "block_backward_sync", nullcontext)
+
+
 class Ranks:
     """Gradients and sums of a fit under manual optimization.
 
@@ -60,7 +72,7 @@ class Ranks:
         self.size = trainer.world_size
         self._trainer, self._module = trainer, module
         self._sync_each = sync_each
-        self._is_first = True
+        self._is_first = self.size > 1  # with one rank nothing is synced
         self._has_backward = False
 
     def backward(self, *, last: bool) -> AbstractContextManager[None]:
@@ -71,22 +83,30 @@ class Ranks:
         model = self._trainer.strategy.model
         synced = last or self._sync_each
         if isinstance(model, DistributedDataParallel):
-            synced = synced or self._must_sync_first
-            self._is_first = False
-            return _ddp(model, synced)
+            learns, self._is_first = self._must_sync_first, False
+            return self._learn_graph(model) if learns else _ddp(model, synced)
         if isinstance(model, FullyShardedDataParallel):
             return nullcontext() if synced else model.no_sync()
         return self._fully_shard(synced)
 
     @property
     def _must_sync_first(self) -> bool:
-        """Whether the next backward must be synced wherever it is.
-
-        Fact: with a static graph the reducer learns the graph in the fit's first backward. To sync a partial sum does
-        no harm: the mean of what is equal on all ranks is itself.
-        """
+        """Whether the next backward must be synced wherever it is, as in `sync_first_backward`."""
         model = self._trainer.strategy.model
         return self._is_first and isinstance(model, DistributedDataParallel) and bool(model.static_graph)
+
+    @contextmanager
+    def _learn_graph(self, model: DistributedDataParallel) -> Iterator[None]:
+        """The first backward of a static graph, which reduces nothing until the reducer is told to.
+
+        Fact: newer versions of Lightning tell it, once in a strategy's life; older ones never, and nobody in a second
+        fit.
+        """
+        is_untold = getattr(self._trainer.strategy, "_pl_static_graph_delay_done", True)
+        with _ddp(model, True):
+            yield
+        if is_untold:
+            model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
 
     def after_step(self) -> None:
         """Take part in the first backward of the others, if this rank's first `training_step` has made none.
@@ -136,7 +156,7 @@ class Ranks:
         if self.size == 1:
             window.settle(float(window.weight), window.loss, window.micro_batches)
             return
-        place = self._trainer.fit_loop.epoch_loop.batch_idx
+        place = seams.ready_batches(self._trainer) - 1
         total = sums(self._trainer, window.weight, window.loss, window.micro_batches, place, place * place)
         weight, _, contributions, places, squares = total.tolist()
         if places * places != squares * self.size:

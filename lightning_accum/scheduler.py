@@ -19,6 +19,7 @@ from lightning_accum.flags import TrainerFlags
 from lightning_accum.gradients import WindowGradients
 from lightning_accum.ledger import Ledger
 from lightning_accum.owner import WindowOwner
+from lightning_accum.ranks import sync_first_backward
 from lightning_accum.schedule import Interval, Schedule
 from lightning_accum.weighting import Weight
 from lightning_accum.window import WindowLength
@@ -93,6 +94,7 @@ class AccumulationScheduler(Callback):
             self._detach(trainer)  # left over from a fit of another module that failed
             return
         checks.refuse_strategy(trainer)
+        checks.refuse_sync_each_under_offload(trainer, self.sync_each_micro_batch)
         checks.refuse_second_scheduler(trainer)
         self.ledger, self._restored = Ledger(), None
         if isinstance(pl_module, WindowOwner):
@@ -123,6 +125,7 @@ class AccumulationScheduler(Callback):
         self._flags.write(trainer, window)
         if pl_module.automatic_optimization:
             self._automatic.start(trainer, pl_module, self.ledger.optimizer(0))
+            sync_first_backward(trainer)
         checks.refuse_unequal_loaders(trainer)
         checks.warn_of_short_epochs(trainer, self.schedule)
         rank_zero_info(plan.arithmetic(trainer, self.schedule))
@@ -199,6 +202,7 @@ class AccumulationScheduler(Callback):
 
     def _end(self, trainer: Trainer, module: LightningModule) -> None:
         self._flags.give_back(trainer)
+        seams.unshadow(trainer.strategy, "block_backward_sync")
         self.gradients.end()
         if isinstance(module, WindowOwner):
             module._accumulation_end()

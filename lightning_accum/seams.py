@@ -87,21 +87,21 @@ def shadowed(module: LightningModule, hook: str, replacement: Callable[..., Any]
         unshadow(module, hook)
 
 
-def shadow(module: LightningModule, hook: str, replacement: Callable[..., Any]) -> None:
-    """Put a function in front of a module's hook, until `unshadow`."""
-    module.__dict__[hook] = replacement
+def shadow(owner: object, hook: str, replacement: Callable[..., Any]) -> None:
+    """Put a function in front of a hook of a module or a strategy, until `unshadow`."""
+    owner.__dict__[hook] = replacement
 
 
-def unshadow(module: LightningModule, hook: str) -> None:
-    """Take away what stands in front of a module's hook, if anything does."""
-    module.__dict__.pop(hook, None)
+def unshadow(owner: object, hook: str) -> None:
+    """Take away what stands in front of a hook, if anything does."""
+    owner.__dict__.pop(hook, None)
 
 
-def shadow_once(module: LightningModule, hook: str, replacement: Callable[..., Any]) -> None:
-    """Put a function in front of a module's hook for Lightning's next call of it."""
+def shadow_once(owner: object, hook: str, replacement: Callable[..., Any]) -> None:
+    """Put a function in front of a hook for Lightning's next call of it."""
 
     def once(*args: Any, **kwargs: Any) -> Any:
-        unshadow(module, hook)
+        unshadow(owner, hook)
         return replacement(*args, **kwargs)
 
-    shadow(module, hook, once)
+    shadow(owner, hook, once)

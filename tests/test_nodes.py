@@ -21,12 +21,13 @@ def free_port() -> int:
 
 
 def start_node(rank: int, port: int, output: Path) -> subprocess.Popen[bytes]:
-    """One node's command, as a user writes it with `torchrun`; both share the current folder, as on a cluster."""
+    """One node's command, as a user writes it with `torchrun`, in a folder of its own."""
     torchrun = f"-m torch.distributed.run --nnodes 2 --nproc_per_node 1 --node_rank {rank} --master_addr 127.0.0.1"
     configs = ["--config", str(EXAMPLES / "digits.yaml"), "--config", str(EXAMPLES / "two_nodes.yaml")]
     command = [sys.executable, *torchrun.split(), "--master_port", str(port), str(EXAMPLES / "digits.py"), *configs]
+    output.parent.mkdir()
     with output.open("wb") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=output.parent)
 
 
 def end(node: subprocess.Popen[bytes]) -> None:
@@ -41,7 +42,7 @@ def end(node: subprocess.Popen[bytes]) -> None:
 
 
 def test_two_nodes_learn_the_digits_with_the_effective_batch_of_both(tmp_path: Path) -> None:
-    port, outputs = free_port(), [tmp_path / f"node{rank}.txt" for rank in range(2)]
+    port, outputs = free_port(), [tmp_path / f"node{rank}" / "printed.txt" for rank in range(2)]
     nodes = [start_node(rank, port, output) for rank, output in enumerate(outputs)]
     try:
         for node in reversed(nodes):
@@ -52,7 +53,7 @@ def test_two_nodes_learn_the_digits_with_the_effective_batch_of_both(tmp_path: P
         printed = "\n".join(output.read_text(errors="replace") for output in outputs)
     assert [node.returncode for node in nodes] == [0, 0], printed
     # Code 0 is the program's own claim too: a test accuracy of at least 0.97.
-    rows = list(csv.DictReader((tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()))
+    rows = list(csv.DictReader((tmp_path / "node0/lightning_logs/version_0/metrics.csv").read_text().splitlines()))
     name = "accumulation/effective_batch_size"
     logged = {int(row["step"]): float(row[name]) for row in rows if row[name]}
     assert [logged[step] for step in sorted(logged)] == EFFECTIVE_BATCHES

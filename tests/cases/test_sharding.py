@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,3 +127,16 @@ def test_b60_b89_a_strategy_that_syncs_every_backward_makes_the_same_update(
     scheduler = AccumulationScheduler(4, weight_fn=lambda batch: batch[2])
     ranks = fit_on_ranks({CALLBACK: Unwrapped, MIXIN: ManualUnwrapped}[door](data), callbacks=[scheduler])
     assert_equal_to(oracle(data, 4), ranks)
+
+
+def test_b57_to_sync_each_micro_batch_under_cpu_offload_is_refused() -> None:
+    class Offloading(SingleDeviceStrategy):
+        cpu_offload = SimpleNamespace(offload_params=True)
+
+    scheduler = AccumulationScheduler(2, sync_each_micro_batch=True)
+    trainer = make_trainer(strategy=Offloading(), callbacks=[scheduler])
+    with pytest.raises(MisconfigurationException, match="Leave one of the two out"):
+        trainer.fit(ManualToy(), ones(4))
+    fine = ManualToy()
+    make_trainer(strategy=Offloading(), callbacks=[AccumulationScheduler(2)]).fit(fine, ones(4))
+    assert fine.updates == [-1.0, -1.0]
