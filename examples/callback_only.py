@@ -1,7 +1,4 @@
-"""The callback alone, on an ordinary LightningModule. Claim: the weights equal those of plain torch with big batches.
-
-python examples/callback_only.py
-"""
+"""The callback alone, on an ordinary module. Claim: the weights equal those of plain torch with big batches."""
 
 import copy
 import warnings
@@ -37,14 +34,8 @@ plain = copy.deepcopy(module)
 
 # An epoch's last micro-batch holds 4 samples, not 16: hence the weights.
 scheduler = AccumulationScheduler({0: 1, 3: 4}, weight_fn=lambda batch: len(batch[0]))
-trainer = L.Trainer(
-    accelerator="cpu",
-    max_epochs=6,
-    gradient_clip_val=1.0,
-    callbacks=[scheduler],
-    logger=False,
-    enable_checkpointing=False,
-)
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+trainer = L.Trainer(accelerator="cpu", max_epochs=6, gradient_clip_val=1.0, callbacks=[scheduler], **quiet)
 trainer.fit(module, DataLoader(data, batch_size=16))
 
 optimizer = plain.configure_optimizers()

@@ -133,6 +133,35 @@ def test_the_mixin_makes_the_whole_batchs_update_with_one_sync_per_window(
     assert [step[2] for step in ranks[0]["steps"]] == [sum(sum(s[:4]) for s in sizes), sum(sum(s[4:]) for s in sizes)]
 
 
+class Float32(ManualRanked):
+    """In the precision that people train in; the oracle stays in float64."""
+
+    def __init__(self, data: Data) -> None:
+        super().__init__(data)
+        self.net.float()
+
+    def loss(self, batch: Any) -> Tensor:
+        return item_losses(self.net, (batch[0].float(), batch[1].float())).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("sizes", [EQUAL, RAGGED, FOUR], ids=["equal", "ragged", "four ranks"])
+def test_in_float32_the_update_is_the_whole_batchs_within_its_rounding(sizes: list[list[int]]) -> None:
+    data = make_data(sizes)
+    ranks = fit_on_ranks(Float32(data), len(sizes), accumulate_grad_batches=4)
+    net = make_net()
+    windows = [[batch for of_rank in data for batch in of_rank[part]] for part in (slice(0, 4), slice(4, 6))]
+    expected = big_batch_weights(
+        net, torch.optim.SGD(net.parameters(), lr=0.01), [[batch[:2] for batch in window] for window in windows]
+    )
+    for rank in ranks:
+        assert len(rank["history"]) == len(expected) == 2
+        for got, wanted in zip(rank["history"], expected, strict=True):
+            assert (got.double() - wanted).abs().max() <= 1e-6
+
+
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
 @pytest.mark.parametrize("sizes", [EQUAL, RAGGED, FOUR], ids=["equal", "ragged", "four ranks"])
 @pytest.mark.parametrize("weighted", [True, False])
