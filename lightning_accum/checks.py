@@ -1,4 +1,4 @@
-"""What is refused at fit start, each with the way out."""
+"""What is refused at fit start, each with the way out; and what is warned of."""
 
 from __future__ import annotations
 
@@ -153,6 +153,22 @@ def warn_of_short_epochs(trainer: Trainer, schedule: Schedule) -> None:
             f"The accumulation factor {schedule.largest_factor} is larger than an epoch, which has {batches}"
             " micro-batch(es): a window ends with its epoch, and steps with the mean over what it holds."
         )
+
+
+def warn_of_dropped_window(trainer: Trainer, micro_batches: int) -> None:
+    """A window that the loop has left open, where only the mixin can step."""
+    rank_zero_warn(
+        f"Epoch {trainer.current_epoch} ended inside an accumulation window. Automatic optimization makes no step"
+        f" there: its {micro_batches} micro-batches are dropped. AccumulationMixin steps with their mean."
+    )
+
+
+def warn_of_lost_gradients() -> None:
+    """A window that was open when the checkpoint was made, and is of fewer micro-batches for it."""
+    rank_zero_warn(
+        "The checkpoint was made inside an accumulation window, and holds no gradients of it: the window goes on with"
+        " the micro-batches that are left, and steps with their mean."
+    )
 
 
 def warn_of_low_precision(optimizers: list[Optimizer], schedule: Schedule, in_float32: bool) -> None:

@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,7 +24,6 @@ from lightning_accum.gradients import trainable
 from lightning_accum.module_fit import FitLifeCycle, FitState
 from lightning_accum.precision import ScaledStep, active_scaler, real_divisor, without_autocast
 from lightning_accum.weighting import OptimizerWindow
-from lightning_accum.wrapping import wrap
 
 
 class AccumulationMixin(FitLifeCycle):
@@ -56,18 +54,6 @@ class AccumulationMixin(FitLifeCycle):
         >>> LitModel().effective_step
         0
     """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Check the order of the bases, and wrap the two hooks that must work without a ``super()`` call."""
-        super().__init_subclass__(**kwargs)
-        bases = cls.__mro__
-        if LightningModule in bases and bases.index(LightningModule) < bases.index(AccumulationMixin):
-            raise TypeError(
-                f"class {cls.__name__}: AccumulationMixin comes after LightningModule among the bases, whose hooks"
-                f" would hide its own. Write `class {cls.__name__}(AccumulationMixin, LightningModule)`."
-            )
-        wrap(cls, "training_step", AccumulationMixin._run_training_step)
-        wrap(cls, "configure_callbacks", AccumulationMixin._run_configure_callbacks)
 
     # A training step, from top to bottom
 

@@ -17,6 +17,7 @@ from lightning_accum.lr_schedulers import LRSchedulers
 from lightning_accum.owner import WindowOwner
 from lightning_accum.ranks import Ranks
 from lightning_accum.scheduler import AccumulationScheduler
+from lightning_accum.wrapping import wrap
 
 if TYPE_CHECKING:
     _Module = LightningModule
@@ -74,6 +75,18 @@ class FitLifeCycle(WindowOwner, _Module):
         "effective_step",
         "skipped_steps",
     )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check the order of the bases, and wrap the two hooks that must work without a ``super()`` call."""
+        super().__init_subclass__(**kwargs)
+        bases = cls.__mro__
+        if LightningModule in bases and bases.index(LightningModule) < bases.index(FitLifeCycle):
+            raise TypeError(
+                f"class {cls.__name__}: AccumulationMixin comes after LightningModule among the bases, whose hooks"
+                f" would hide its own. Write `class {cls.__name__}(AccumulationMixin, LightningModule)`."
+            )
+        wrap(cls, "training_step", lambda self, *args, **kwargs: self._run_training_step(*args, **kwargs))
+        wrap(cls, "configure_callbacks", FitLifeCycle._run_configure_callbacks)
 
     @property
     def automatic_optimization(self) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -183,10 +183,7 @@ class AccumulationScheduler(Callback):
         if isinstance(pl_module, WindowOwner):
             pl_module._accumulation_epoch_end()
         elif self.ledger.window is not None and (dropped := self._automatic.window.micro_batches):
-            rank_zero_warn(
-                f"Epoch {trainer.current_epoch} ended inside an accumulation window. Automatic optimization makes no"
-                f" step there: its {dropped} micro-batches are dropped. AccumulationMixin steps with their mean."
-            )
+            checks.warn_of_dropped_window(trainer, dropped)
         self.ledger.window = None
 
     @override
@@ -257,7 +254,4 @@ class AccumulationScheduler(Callback):
             return
         self.ledger.load_state_dict(state)
         if self.ledger.window is not None:
-            rank_zero_warn(
-                "The checkpoint was made inside an accumulation window, and holds no gradients of it: the window goes"
-                " on with the micro-batches that are left, and steps with their mean."
-            )
+            checks.warn_of_lost_gradients()
