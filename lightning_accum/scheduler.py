@@ -200,6 +200,7 @@ class AccumulationScheduler(Callback):
     def _end(self, trainer: Trainer, module: LightningModule) -> None:
         self._flags.give_back(trainer)
         seams.unshadow(trainer.strategy, "block_backward_sync")
+        seams.unshadow(module, "on_validation_model_zero_grad")
         self.gradients.end()
         if isinstance(module, WindowOwner):
             module._accumulation_end()
@@ -220,10 +221,10 @@ class AccumulationScheduler(Callback):
     # Windows
 
     def _next_window(self, trainer: Trainer, module: LightningModule, batch_idx: int) -> WindowLength:
+        seams.unshadow(module, "on_validation_model_zero_grad")
         overdue = self.ledger.window
         if overdue is not None and (not module.automatic_optimization or self._automatic.window.micro_batches):
             # The loader gave None for its last place, at which Lightning runs no training step: this one closes it.
-            seams.unshadow(module, "on_validation_model_zero_grad")
             return self.ledger.open(batch_idx + 1 - overdue.opened_at, overdue.opened_at)
         self._automatic.window.clear()
         left = trainer.num_training_batches - batch_idx

@@ -395,6 +395,15 @@ def test_a_loader_that_yields_none_loses_no_other_micro_batch(door: type[Toy], m
     assert trainer.global_step == 2
 
 
+def test_an_epoch_whose_last_place_is_empty_leaves_no_hook_on_the_module() -> None:
+    one = torch.ones(1, dtype=torch.float64)
+    module, trainer = Toy(), make_trainer(callbacks=[AccumulationScheduler(4)])
+    with pytest.warns(UserWarning, match="its 3 micro-batches are dropped"):
+        trainer.fit(module, as_given([*[one] * 7, None]))
+    assert module.updates == [-1.0]
+    assert "on_validation_model_zero_grad" not in module.__dict__
+
+
 class LeavesEarly(Toy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
         return -1 if batch_idx == 6 else None
