@@ -193,17 +193,22 @@ class FirstBackward:
         self._before: list[int] = []
 
     def before(self, optimizers: list[Optimizer]) -> None:
-        """Note how often each parameter was changed in place. Fact: torch counts that in `_version`."""
+        """Note how often each parameter was changed in place."""
         if self._is_due:
-            self._before = [p._version for optimizer in optimizers for p in parameters(optimizer)]
+            self._before = self._versions(optimizers)
 
     def after(self, optimizers: list[Optimizer]) -> None:
         """Refuse parameters that have changed in between."""
         if not self._is_due:
             return
         self._is_due = False
-        if self._before != [p._version for optimizer in optimizers for p in parameters(optimizer)]:
+        if self._before != self._versions(optimizers):
             raise MisconfigurationException(
                 "Parameters changed during a backward: an optimizer steps in a hook (optimizer-in-backward), once for"
                 " every micro-batch. Step it once per window instead, or use the accumulation factor 1."
             )
+
+    @staticmethod
+    def _versions(optimizers: list[Optimizer]) -> list[int]:
+        """Fact: torch counts in `_version` how often a tensor was changed in place."""
+        return [p._version for optimizer in optimizers for p in parameters(optimizer)]

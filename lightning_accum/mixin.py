@@ -2,7 +2,7 @@
 
 A training step can be read from top to bottom: `_run_training_step` stands around the user's; `accumulate` finds the
 window that a loss is for; `_contribute` scales the loss and makes its backward; `_step` makes the optimizer step of a
-complete window; `_close_window` closes what was left open, and counts the window.
+window that `_complete` has brought together; `_close_window` closes what was left open, and counts the window.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients import trainable
 from lightning_accum.module_fit import FitLifeCycle, FitState
 from lightning_accum.precision import ScaledStep, active_scaler, real_divisor, without_autocast
-from lightning_accum.weighting import OptimizerWindow
+from lightning_accum.weighting import OptimizerWindow, weighs_nothing
 
 
 class AccumulationMixin(FitLifeCycle):
@@ -133,8 +133,8 @@ class AccumulationMixin(FitLifeCycle):
         # Losses are divided beforehand so that fp16 stays in range; a sum in float32 does, and 1 is not rounded.
         length = 1 if scheduler.gradients.in_float32 else int(state.trainer.accumulate_grad_batches)
         window.add(weight, real_divisor(length, loss.dtype) if alone else length, alone=alone)
-        if not isinstance(weight, Tensor) and weight == 0:
-            return  # the mean over no items is NaN, and 0 * NaN too
+        if weighs_nothing(weight):
+            return
         window.add_loss(loss, weight)
         scale = window.scale(weight)
         scaled = loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale)

@@ -1,5 +1,6 @@
-"""Every place where this package leans on Lightning's inner workings: one small function each, with its fact.
+"""Where this package leans on the inner workings of Lightning's loops: one small function each, with its fact.
 
+What it knows of DDP and FSDP stands in `ranks`, of the GradScaler in `precision`, each named as a fact there.
 ``tests/test_seams.py`` has a test for each that fails when Lightning changes it.
 """
 

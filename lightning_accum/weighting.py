@@ -8,6 +8,11 @@ from torch import Tensor
 Weight = float | Tensor
 
 
+def weighs_nothing(weight: Weight) -> bool:
+    """Whether a weight is known to be 0: the mean over no items is NaN, and 0 * NaN too. A tensor is not read back."""
+    return not isinstance(weight, Tensor) and weight == 0
+
+
 class OptimizerWindow:
     """What one optimizer's open window holds: sums of weight and loss, and the scale that its losses get.
 
@@ -66,8 +71,8 @@ class OptimizerWindow:
 
     def add_loss(self, loss: Tensor, weight: Weight) -> None:
         """Sum the losses, detached and in at least float32; nothing of the graph is kept."""
-        if not isinstance(weight, Tensor) and weight == 0:
-            return  # the mean over no items is NaN, and 0 * NaN too
+        if weighs_nothing(weight):
+            return
         loss = loss.detach()
         if loss.dtype in (torch.float16, torch.bfloat16):
             loss = loss.float()
@@ -96,7 +101,7 @@ class OptimizerWindow:
 
     def is_empty(self) -> bool:
         """Whether the total weight of a settled window is 0."""
-        return not isinstance(self.weight, Tensor) and self.weight == 0
+        return weighs_nothing(self.weight)
 
     def mean_loss(self) -> Tensor:
         """The window's weighted mean loss, scalar ``()``."""

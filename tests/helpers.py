@@ -83,6 +83,18 @@ class Unsized(IterableDataset[Any]):
         return iter(self.items)
 
 
+class TwoWeights(ManualToy):
+    """Two weights, each with an optimizer of its own, which `configure_optimizers` of a subclass makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        for weight, optimizer in zip((self.w, self.v), self.optimizers(), strict=True):
+            self.accumulate((weight * batch).mean(), optimizer=optimizer)
+
+
 def ones(batches: int, *, sized: bool = True) -> DataLoader[Any]:
     """So many micro-batches of one sample, x = 1."""
     data = torch.ones(batches, dtype=torch.float64)

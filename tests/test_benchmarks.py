@@ -1,4 +1,4 @@
-"""The benchmark program runs; what it measures is not asserted."""
+"""The benchmark programs run; what they measure is not asserted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent / "benchmarks" / "overhead.py"
+BENCHMARKS = Path(__file__).parent / "benchmarks"
 
 ROWS = [
     "Lightning automatic",
@@ -22,19 +22,23 @@ ROWS = [
 ]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", [str(PROGRAM), *arguments])
-    runpy.run_path(str(PROGRAM), run_name="__main__")
+def run(monkeypatch: pytest.MonkeyPatch, program: str, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    runpy.run_path(str(BENCHMARKS / program), run_name="__main__")
+
+
+def cells_of(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_the_overhead_program_prints_a_row_for_each_way_to_train(
     rounds: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(monkeypatch, "--rounds", str(rounds), "--micro-batches", "6", "--factor", "2")
+    run(monkeypatch, "overhead.py", "--rounds", str(rounds), "--micro-batches", "6", "--factor", "2")
     heading, table = capsys.readouterr().out.split("\n\n")
     assert heading.startswith(f"{rounds} interleaved rounds of 6 micro-batches, factor 2")
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
+    cells = cells_of(table)
     assert [row[0] for row in cells[2:]] == ROWS
     assert cells[2][2:] == ["1.000", "1.000, 1.000", "1.000, 1.000"]
     for row in cells[2:]:
@@ -47,5 +51,17 @@ def test_the_overhead_program_refuses_a_window_that_would_be_cut_short(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        run(monkeypatch, "--micro-batches", "7", "--factor", "2")
+        run(monkeypatch, "overhead.py", "--micro-batches", "7", "--factor", "2")
     assert "multiple of the factor" in capsys.readouterr().err
+
+
+def test_the_communication_program_counts_one_sync_per_window_and_one_per_micro_batch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "communication.py", "--rounds", "1", "--windows", "4", "--factor", "3", "--width", "4")
+    cells = cells_of(capsys.readouterr().out.split("\n\n")[-1])
+    assert [row[:3] for row in cells[2:]] == [
+        ["Lightning automatic", "1", "0"],
+        ["AccumulationMixin", "1", "1"],
+        ["AccumulationMixin, sync_each_micro_batch=True", "3", "1"],
+    ]

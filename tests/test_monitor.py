@@ -10,13 +10,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import ManualToy, Toy, Unsized, as_given, make_trainer, ones
+from helpers import ManualToy, Toy, TwoWeights, Unsized, as_given, make_trainer, ones
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_accum import AccumulationMixin, AccumulationMonitor, AccumulationScheduler
+from lightning_accum import AccumulationMonitor, AccumulationScheduler
 
 DOORS = pytest.mark.parametrize("door", [Toy, ManualToy], ids=["automatic", "mixin"])
 ORDERS = pytest.mark.parametrize("monitor_first", [True, False], ids=["monitor first", "monitor last"])
@@ -218,15 +218,7 @@ def test_the_learning_rate_is_the_one_that_the_step_was_made_with(door: type[Toy
     assert module.updates == [-rate for rate in rates]
 
 
-class TwoOptimizers(AccumulationMixin, Toy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.v = nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        for weight, optimizer in zip((self.w, self.v), self.optimizers(), strict=True):
-            self.accumulate((weight * batch).mean(), optimizer=optimizer)
-
+class TwoOptimizers(TwoWeights):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD([self.w], lr=1.0), torch.optim.SGD([self.v], lr=0.5)]
 

@@ -14,11 +14,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import ManualToy, Toy, as_given, make_trainer, ones, windows_of
+from helpers import ManualToy, Toy, TwoWeights, as_given, make_trainer, ones, windows_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_accum import AccumulationScheduler, estimated_stepping_batches
@@ -118,18 +117,10 @@ class ManualEstimating(ManualToy, Estimating):
     pass
 
 
-class TwoEstimating(ManualEstimating):
+class TwoEstimating(TwoWeights, ManualEstimating):
     """Two optimizers that both step in each window."""
 
     num_optimizers = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.v = nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        for weight, optimizer in zip((self.w, self.v), self.optimizers(), strict=True):
-            self.accumulate((weight * batch).mean(), optimizer=optimizer)
 
     def configure_optimizers(self) -> Any:
         super().configure_optimizers()
