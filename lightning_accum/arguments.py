@@ -10,7 +10,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_accum.gradients import parameters
+from lightning_accum.gradients import any_gradient
 from lightning_accum.weighting import Weight
 
 
@@ -51,13 +51,22 @@ def check_loss(loss: object) -> None:
 
 def check_no_gradients(optimizer: Optimizer) -> None:
     """A window that holds nothing has no gradients, unless somebody made a backward of their own."""
-    if any(parameter.grad is not None for parameter in parameters(optimizer)):
+    if any_gradient(optimizer):
         raise RuntimeError(
             "There are gradients that `accumulate` has not made: `loss.backward()` or `manual_backward` was called by"
             " hand. They are neither weighed nor scaled as the window's are. Hand the loss to `self.accumulate(loss)`"
             " instead; of several losses in one `training_step`, all but the last with `more=True`. Or, with several"
             " ranks, another optimizer's loss has run through this one's parameters: compute and accumulate it inside"
             " `with optimizer.toggle_model():`."
+        )
+
+
+def check_not_zeroed(optimizer: Optimizer) -> None:
+    """The gradients of an open window are there, unless somebody has taken them away (``set_to_none=True``)."""
+    if not any_gradient(optimizer):
+        raise RuntimeError(
+            "The gradients of an open accumulation window are gone: `zero_grad()` was called by hand, or a hook set"
+            " them to None. Leave it out: they are zeroed when the window has closed."
         )
 
 

@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum import effective_step, precision, seams
+from lightning_accum.arguments import check_not_zeroed
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients import WindowGradients
+from lightning_accum.gradients import WindowGradients, any_gradient, parameters
+from lightning_accum.ledger import Ledger
 from lightning_accum.ranks import sums
 from lightning_accum.weighting import OptimizerWindow, Weight
 
@@ -44,8 +46,11 @@ class AutomaticWindow:
 
     def before_backward(self, trainer: Trainer, loss: Tensor) -> None:
         """Weigh the micro-batch: its gradient is multiplied while it flows, and the loss that is logged is not."""
+        if self.window.has_gradients and not self.window.has_closed:
+            check_not_zeroed(trainer.optimizers[0])
         divisor = precision.real_divisor(int(trainer.accumulate_grad_batches), loss.dtype)
         self._contributes = True
+        self._gradients.mask(parameters(trainer.optimizers[0]), self._weight)
         if self.window.has_closed:  # a closure optimizer evaluates the same micro-batch again
             self.window.clear()
         self.window.add(self._weight, divisor, alone=trainer.world_size == 1 or not self._is_weighted)
@@ -57,6 +62,10 @@ class AutomaticWindow:
         loss.register_hook(  # type: ignore[no-untyped-call]
             lambda gradient: gradient * scale
         )
+
+    def after_backward(self, optimizer: Optimizer) -> None:
+        """Note whether there are gradients, which nobody must take away before the step."""
+        self.window.has_gradients = any_gradient(optimizer)
 
     def before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
         """Make the window's gradient the weighted mean; it is unscaled by now, and not clipped yet."""
@@ -70,6 +79,7 @@ class AutomaticWindow:
         self.window.has_moved = not self.window.is_empty()
         if self.window.has_moved:
             self._gradients.normalize(optimizer, self.window.correction(trainer.world_size))
+            self.window.keep_reference()
         else:
             self._gradients.drop(optimizer)
 
@@ -98,27 +108,21 @@ class AutomaticWindow:
 
         seams.shadow_once(module, "configure_gradient_clipping", own_clip_then_step)
 
-    def batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, index: int) -> bool:
-        """Take in the loss, and tell of the window if this micro-batch has closed it.
-
-        ``outputs["loss"]`` is divided by the announced length.
-
-        Returns:
-            Whether the window was closed and moved nothing.
-        """
-        window = self.window
+    def add_loss(self, trainer: Trainer, outputs: Any) -> None:
+        """Take in the micro-batch's loss; ``outputs["loss"]`` is divided by the announced length."""
         if self._is_awaited and isinstance(outputs, dict) and isinstance(loss := outputs.get("loss"), Tensor):
-            window.add_loss(loss * int(trainer.accumulate_grad_batches), self._weight)
-        if not window.has_closed:
-            return False
-        had_weight, step = window.has_moved, None
+            self.window.add_loss(loss * int(trainer.accumulate_grad_batches), self._weight)
+
+    def close(self, trainer: Trainer, ledger: Ledger) -> EffectiveStep | None:
+        """Count the window that this micro-batch has closed; what it reports, if it had any weight."""
+        window, step = self.window, None
         skipped = self._step.finish() if self._step is not None else False
         self._step = None
-        if had_weight and self._is_awaited:
+        if window.has_moved and self._is_awaited:
             loss = sums(trainer, window.loss)[0] / window.weight if trainer.world_size > 1 else window.mean_loss()
+            index = ledger.counters.effective_step
             step = EffectiveStep(index, loss, window.weight, window.micro_batches, None, skipped)
-        window.close() if had_weight else window.clear()
+        ledger.close(skipped=skipped or not window.has_moved)
+        window.clear()
         window.begin()
-        if step is not None:
-            effective_step.tell(trainer, module, step)
-        return skipped or not had_weight
+        return step

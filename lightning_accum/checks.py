@@ -155,20 +155,31 @@ def warn_of_short_epochs(trainer: Trainer, schedule: Schedule) -> None:
         )
 
 
-def warn_of_dropped_window(trainer: Trainer, micro_batches: int) -> None:
+def warn_of_dropped_window(micro_batches: int) -> None:
     """A window that the loop has left open, where only the mixin can step."""
     rank_zero_warn(
-        f"Epoch {trainer.current_epoch} ended inside an accumulation window. Automatic optimization makes no step"
-        f" there: its {micro_batches} micro-batches are dropped. AccumulationMixin steps with their mean."
+        "The loop left an accumulation window open, where automatic optimization makes no step: its"
+        f" {micro_batches} micro-batches are dropped; a checkpoint made before this keeps them. AccumulationMixin steps"
+        " with their mean."
     )
 
 
-def warn_of_lost_gradients() -> None:
+def warn_of_lost_gradients(reason: str) -> None:
     """A window that was open when the checkpoint was made, and is of fewer micro-batches for it."""
     rank_zero_warn(
-        "The checkpoint was made inside an accumulation window, and holds no gradients of it: the window goes on with"
-        " the micro-batches that are left, and steps with their mean."
+        f"The checkpoint was made inside an accumulation window, without its gradients ({reason}): the window goes on"
+        " with the micro-batches that are left, and steps with their mean."
     )
+
+
+def warn_of_plain_loader(trainer: Trainer) -> None:
+    """A loader that cannot go on in the middle of an epoch."""
+    if seams.resumes_inside_epoch(trainer) and not seams.loader_is_resumable(trainer):
+        rank_zero_warn(
+            f"The fit resumes after {seams.ready_batches(trainer)} micro-batches of an epoch, but its loader begins"
+            " anew: it gives some micro-batches again and leaves others out. Everything else goes on exactly. Give it"
+            " `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader has, or save at an epoch's end."
+        )
 
 
 def warn_of_low_precision(optimizers: list[Optimizer], schedule: Schedule, in_float32: bool) -> None:

@@ -24,6 +24,11 @@ def trainable(optimizer: Optimizer) -> Iterable[Tensor]:
     return (parameter for parameter in parameters(optimizer) if parameter.requires_grad)
 
 
+def any_gradient(optimizer: Optimizer) -> bool:
+    """Whether any of its parameters has a gradient."""
+    return any(parameter.grad is not None for parameter in parameters(optimizer))
+
+
 def scale(optimizer: Optimizer, factor: Weight) -> None:
     """Multiply the optimizer's gradients in place; a tensor factor is moved to each device, never read."""
     if not isinstance(factor, Tensor) and factor == 1:
@@ -47,7 +52,7 @@ class Float32Gradients:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[Tensor, Tensor] = {}
+        self.sums: dict[Tensor, Tensor] = {}
         self._handles: list[RemovableHandle] = []
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
@@ -60,28 +65,61 @@ class Float32Gradients:
     def _take(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        if parameter in self._buffers:
-            self._buffers[parameter] += gradient
+        if parameter in self.sums:
+            self.sums[parameter] += gradient
         else:
-            self._buffers[parameter] = gradient.float()
+            self.sums[parameter] = gradient.float()
 
     def put_back(self, optimizer: Optimizer, factor: Weight) -> None:
         """Multiply the sums in float32 and make them the gradients again, rounded once."""
         for parameter in parameters(optimizer):
-            if (total := self._buffers.pop(parameter, None)) is not None:
+            if (total := self.sums.pop(parameter, None)) is not None:
                 total *= factor.to(total.device) if isinstance(factor, Tensor) else factor
                 parameter.grad = total.to(parameter.dtype)
 
     def drop(self, optimizer: Optimizer) -> None:
         """Forget what was summed for the optimizer."""
         for parameter in parameters(optimizer):
-            self._buffers.pop(parameter, None)
+            self.sums.pop(parameter, None)
 
     def release(self) -> None:
-        """Let the parameters accumulate as they did."""
-        self._buffers.clear()
+        """Let the parameters accumulate as they did; the sums stay."""
         while self._handles:
             self._handles.pop().remove()
+
+
+class WeightMask:
+    """Keeps the gradient of a micro-batch of weight 0 out of the sum, where it is NaN: the mean over no items.
+
+    0 * NaN is NaN, so that the weight alone does not. Whether a tensor weight is 0 is never read back.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Tensor | bool | None = None
+        self._handles: dict[Tensor, RemovableHandle] = {}
+
+    def cover(self, parameters: Iterable[Tensor], weight: Weight) -> None:
+        """Watch the next backward; once a parameter is watched, it stays so until `release`."""
+        self._counts = weight > 0
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._handles:
+                self._handles[parameter] = parameter.register_hook(self._mask)  # type: ignore[no-untyped-call]
+
+    def uncover(self) -> None:
+        """Let gradients be."""
+        self._counts = None
+
+    def _mask(self, gradient: Tensor) -> Tensor | None:
+        if self._counts is None or gradient.is_sparse:
+            return None
+        if isinstance(self._counts, Tensor):
+            return torch.where(self._counts.to(gradient.device), gradient, 0)
+        return None if self._counts else torch.zeros_like(gradient)
+
+    def release(self) -> None:
+        """Watch no more."""
+        while self._handles:
+            self._handles.popitem()[1].remove()
 
 
 class WindowGradients:
@@ -94,12 +132,24 @@ class WindowGradients:
     def __init__(self, in_float32: bool) -> None:
         self.in_float32 = in_float32
         self._float32 = Float32Gradients() if in_float32 else None
+        self._mask = WeightMask()
 
     def start(self, optimizers: Iterable[Optimizer]) -> None:
         """A fit begins."""
+        self.end()
         if self._float32 is not None:
             for optimizer in optimizers:
                 self._float32.watch(parameters(optimizer))
+
+    def mask(self, parameters: Iterable[Tensor], weight: Weight) -> None:
+        """Let the next backward add nothing if its weight is 0, whatever the loss is; for a number above 0, no work."""
+        self._mask.uncover()
+        if isinstance(weight, Tensor) or weight == 0:
+            self._mask.cover(parameters, weight)
+
+    def unmask(self) -> None:
+        """The backward is through."""
+        self._mask.uncover()
 
     def normalize(self, optimizer: Optimizer, correction: Weight) -> None:
         """Make the optimizer's gradients the window's weighted mean."""
@@ -114,7 +164,29 @@ class WindowGradients:
         if self._float32 is not None:
             self._float32.drop(optimizer)
 
-    def end(self) -> None:
-        """The fit is over."""
+    def held(self, optimizer: Optimizer) -> list[Tensor | None]:
+        """What the open window has summed, one entry for each parameter; the tensors themselves."""
+        sums = {} if self._float32 is None else self._float32.sums
+        return [sums.get(parameter, parameter.grad) for parameter in parameters(optimizer)]
+
+    def hold(self, optimizer: Optimizer, totals: Iterable[Tensor | None]) -> None:
+        """Go on from what `held` gave."""
+        for parameter, total in zip(parameters(optimizer), totals, strict=True):
+            if total is None:
+                continue
+            if self._float32 is not None and parameter.dtype in LOW_PRECISION:
+                self._float32.sums[parameter] = total.to(parameter.device, torch.float32)
+            else:
+                parameter.grad = total.to(parameter.device, parameter.dtype)
+
+    def release(self) -> None:
+        """The fit has ended; what an open window has summed can still be saved."""
+        self._mask.release()
         if self._float32 is not None:
             self._float32.release()
+
+    def end(self) -> None:
+        """Forget the last fit."""
+        self.release()
+        if self._float32 is not None:
+            self._float32.sums.clear()

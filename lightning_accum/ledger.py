@@ -23,6 +23,8 @@ class Ledger:
     def __init__(self) -> None:
         self.counters = Counters()
         self.window: WindowLength | None = None
+        self.has_batch = False  # the present micro-batch is in the window, or has closed it
+        self.in_backward = False
         self._optimizers: dict[int, OptimizerWindow] = {}
 
     def optimizer(self, optimizer_idx: int) -> OptimizerWindow:
@@ -36,6 +38,25 @@ class Ledger:
     def is_pending(self) -> bool:
         """Whether any optimizer's window holds anything."""
         return any(window.micro_batches for window in self._optimizers.values())
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a backward or a step is under way: the gradients are neither those of before nor those of after."""
+        return self.in_backward or any(w.has_closed and w.micro_batches for w in self._optimizers.values())
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether the present micro-batch has made an optimizer step of a window that is not counted yet."""
+        return self.window is not None and any(window.has_closed for window in self._optimizers.values())
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the step has moved any weights."""
+        return any(window.has_moved for window in self._optimizers.values())
+
+    def begin_batch(self) -> None:
+        """A micro-batch begins."""
+        self.has_batch = self.in_backward = False
 
     def open(self, length: int, opened_at: int) -> WindowLength:
         """Open the next window."""

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum import effective_step, gradients, seams
-from lightning_accum.arguments import as_weight, check_loss, check_no_gradients, optimizer_position
+from lightning_accum.arguments import as_weight, check_loss, check_no_gradients, check_not_zeroed, optimizer_position
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients import trainable
+from lightning_accum.gradients import any_gradient, parameters, trainable
 from lightning_accum.module_fit import FitLifeCycle, FitState
 from lightning_accum.precision import ScaledStep, active_scaler, real_divisor, without_autocast
 from lightning_accum.weighting import OptimizerWindow, weighs_nothing
@@ -127,7 +127,9 @@ class AccumulationMixin(FitLifeCycle):
         """Scale the loss to its part of the window, and make its backward; the window's last one is synced."""
         check_loss(loss)
         optimizers, scheduler, alone = state.trainer.optimizers, state.scheduler, state.ranks.size == 1
-        if window.micro_batches == 0 and (alone or len(optimizers) > 1):
+        if window.has_gradients:
+            check_not_zeroed(optimizers[optimizer_idx])
+        elif window.micro_batches == 0 and (alone or len(optimizers) > 1):
             check_no_gradients(optimizers[optimizer_idx])
         weight = scheduler.weigh(state.batch, loss.device) if weight is None else as_weight(weight, loss.device)
         # Losses are divided beforehand so that fp16 stays in range; a sum in float32 does, and 1 is not rounded.
@@ -141,9 +143,11 @@ class AccumulationMixin(FitLifeCycle):
         # The loss of one optimizer may run through the parameters of another, whose window must not hold it. DDP waits
         # for all parameters of the graph; there `toggle_model` keeps them apart.
         only = {"inputs": list(trainable(optimizers[optimizer_idx]))} if alone and len(optimizers) > 1 else {}
+        scheduler.gradients.mask(parameters(optimizers[optimizer_idx]), weight)
         with without_autocast(loss.device), state.ranks.backward(last=last):
             self.manual_backward(scaled, **only)
         window.has_synced = last
+        window.has_gradients = any_gradient(optimizers[optimizer_idx])
 
     def _step(self, state: FitState, optimizer_idx: int, *, in_step: bool) -> EffectiveStep | None:
         """Make the optimizer step of a window that is complete, and tell of it."""
@@ -168,6 +172,8 @@ class AccumulationMixin(FitLifeCycle):
 
     def _complete(self, state: FitState, window: OptimizerWindow, optimizer: Optimizer) -> bool:
         """Bring the window's sums and gradients together over the ranks; whether there is anything to step with."""
+        if window.has_gradients:
+            check_not_zeroed(optimizer)
         if window.micro_batches == 0:
             if state.ranks.size == 1:
                 check_no_gradients(optimizer)
@@ -206,7 +212,8 @@ class AccumulationMixin(FitLifeCycle):
         state.grad_norm = None
         scaler = active_scaler(trainer)
         scaled_step = None if scaler is None else ScaledStep(scaler, optimizer.optimizer)
-        with without_autocast(self.device), seams.shadowed(self, "on_before_optimizer_step", own_hook_then_clip):
+        clipping = seams.shadowed(self, "on_before_optimizer_step", own_hook_then_clip)
+        with without_autocast(self.device), clipping, state.raw_steps.ours():
             optimizer.step()
         if scaled_step is None:
             return False
@@ -219,28 +226,6 @@ class AccumulationMixin(FitLifeCycle):
             window = state.scheduler.ledger.optimizer(optimizer_idx)
             if window.micro_batches and not window.has_closed:
                 gradients.scale(optimizer, ratio)
-
-    @override
-    def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip as Lightning does, fused optimizers too; by norm, the norm is kept for `EffectiveStep.grad_norm`."""
-        state = self._accumulation
-        value = self.trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
-        algorithm = gradient_clip_algorithm or self.trainer.gradient_clip_algorithm or "norm"
-        if state is None:
-            super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
-        if value is None or value <= 0:
-            return
-        parameters = self.trainer.precision_plugin.main_params(optimizer)
-        if algorithm.lower() == "norm":
-            state.grad_norm = state.ranks.clip_by_norm(parameters, value)
-        else:
-            torch.nn.utils.clip_grad_value_(parameters, value)
 
     @override
     def _close_window(self, state: FitState, *, in_step: bool) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum import checks, seams
@@ -16,6 +18,7 @@ from lightning_accum.ledger import Counters
 from lightning_accum.lr_schedulers import LRSchedulers
 from lightning_accum.owner import WindowOwner
 from lightning_accum.ranks import Ranks
+from lightning_accum.raw_steps import RawSteps
 from lightning_accum.scheduler import AccumulationScheduler
 from lightning_accum.wrapping import wrap
 
@@ -36,6 +39,7 @@ class FitState:
         "is_mid_epoch",
         "lr_schedulers",
         "ranks",
+        "raw_steps",
         "scheduler",
         "trainer",
     )
@@ -45,6 +49,7 @@ class FitState:
         self.ranks = ranks
         self.scheduler = scheduler
         self.lr_schedulers = LRSchedulers()
+        self.raw_steps = RawSteps(scheduler.ledger)
         self.in_step = False
         self.is_mid_epoch = False
         self.closes = False
@@ -150,11 +155,38 @@ class FitLifeCycle(WindowOwner, _Module):
         seams.shadow_once(self, "configure_optimizers", recording)
 
     @override
+    def _accumulation_start(self) -> None:
+        if (state := self._accumulation) is not None:
+            state.raw_steps.watch(state.trainer.optimizers)
+
+    @override
     def on_validation_model_zero_grad(self) -> None:
         """Keep the gradients of an open window from a validation inside it."""
         state = self._accumulation
         if state is None or not state.scheduler.ledger.is_pending:
             super().on_validation_model_zero_grad()
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip as Lightning does, fused optimizers too; by norm, the norm is kept for `EffectiveStep.grad_norm`."""
+        state = self._accumulation
+        value = self.trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
+        algorithm = gradient_clip_algorithm or self.trainer.gradient_clip_algorithm or "norm"
+        if state is None:
+            super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        if value is None or value <= 0:
+            return
+        parameters = self.trainer.precision_plugin.main_params(optimizer)
+        if algorithm.lower() == "norm":
+            state.grad_norm = state.ranks.clip_by_norm(parameters, value)
+        else:
+            torch.nn.utils.clip_grad_value_(parameters, value)
 
     @override
     def _accumulation_batch_end(self) -> None:
@@ -190,6 +222,8 @@ class FitLifeCycle(WindowOwner, _Module):
 
     @override
     def _accumulation_end(self) -> None:
+        if (state := self._accumulation) is not None:
+            state.raw_steps.release()
         self._accumulation = None
         for hook in ("configure_optimizers", "on_train_epoch_end"):
             seams.unshadow(self, hook)

@@ -15,6 +15,10 @@ class WindowOwner:
         """A fit is being set up by this AccumulationScheduler."""
         raise NotImplementedError
 
+    def _accumulation_start(self) -> None:
+        """The optimizers are there, training begins."""
+        raise NotImplementedError
+
     def _accumulation_batch_end(self) -> None:
         """A micro-batch has ended."""
         raise NotImplementedError

@@ -27,6 +27,36 @@ def sums(trainer: Trainer, *values: Weight) -> Tensor:
     return total
 
 
+def largest(trainer: Trainer, values: Iterable[float]) -> Tensor:
+    """The largest of each number over all ranks, shape ``(len(values),)``, by one all-reduce."""
+    mine = torch.tensor(list(values), dtype=torch.float64, device=trainer.strategy.root_device)
+    most: Tensor = trainer.strategy.reduce(mine, reduce_op="max")
+    return most
+
+
+def means(trainer: Trainer, tensors: Iterable[Tensor | None], like: Iterable[Tensor]) -> list[Tensor | None]:
+    """The mean of each tensor over all ranks, one all-reduce each; where it is None on some of them, it counts as 0."""
+    given = list(tensors)
+    if trainer.world_size == 1:
+        return given
+    somewhere = largest(trainer, [tensor is not None for tensor in given]).tolist()
+    return [
+        trainer.strategy.reduce(torch.zeros_like(other) if tensor is None else tensor.clone()) if exists else None
+        for tensor, other, exists in zip(given, like, somewhere, strict=True)
+    ]
+
+
+def sharded_modules(module: torch.nn.Module) -> list[Any]:
+    """The modules under ``fully_shard``."""
+    return [part for part in module.modules() if hasattr(part, "set_requires_gradient_sync")]
+
+
+def is_sharded(trainer: Trainer) -> bool:
+    """Whether ranks hold parts of the parameters, by FSDP or ``fully_shard``."""
+    model = trainer.strategy.model
+    return model is not None and (isinstance(model, FullyShardedDataParallel) or bool(sharded_modules(model)))
+
+
 def agree(trainer: Trainer, number: float) -> bool:
     """Whether a number is the same on all ranks; every rank must ask, and every one hears the same answer."""
     if trainer.world_size == 1:
@@ -120,16 +150,13 @@ class Ranks:
     @contextmanager
     def _fully_shard(self, synced: bool) -> Iterator[None]:
         """Fact: Lightning's own `block_backward_sync` does nothing for modules of ``fully_shard``."""
-        for module in self._sharded_modules():
+        for module in sharded_modules(self._module):
             module.set_requires_gradient_sync(synced, recurse=False)
         yield
 
     @cached_property
     def _is_sharded(self) -> bool:
-        return isinstance(self._trainer.strategy.model, FullyShardedDataParallel) or bool(self._sharded_modules())
-
-    def _sharded_modules(self) -> list[Any]:
-        return [m for m in self._module.modules() if hasattr(m, "set_requires_gradient_sync")]
+        return is_sharded(self._trainer)
 
     def zero_backward(self, parameters: Iterable[Tensor]) -> None:
         """Take part in the window's synced backward with nothing: the gradients stay as they are, but for the sync."""

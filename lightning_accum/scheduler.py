@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum import checks, plan, seams
+from lightning_accum import checks, effective_step, pending, plan, seams
 from lightning_accum.arguments import as_weight
 from lightning_accum.automatic import AutomaticWindow
 from lightning_accum.flags import TrainerFlags
@@ -46,6 +47,9 @@ class AccumulationScheduler(Callback):
             is a mean over their items: the window's gradient is ``sum(weight * grad loss) / sum(weight)``.
         accumulate_in_float32: whether the gradients of bf16 and fp16 parameters are summed in float32, at the cost of
             one float32 tensor per such parameter. In bf16 256 + 1 is 256: long windows lose what is small.
+        save_gradients: whether a checkpoint that is made inside a window holds the window's gradients (one tensor per
+            parameter that has one), so that a resumed fit loses nothing. Without them that window goes on with the
+            micro-batches that are left, after a warning.
         sync_each_micro_batch: whether gradients are reduced over the ranks after every micro-batch instead of once per
             window: less memory under sharding, more communication, the same update. Needs the mixin.
 
@@ -70,11 +74,13 @@ class AccumulationScheduler(Callback):
         interval: Interval = "epoch",
         weight_fn: Callable[[Any], Any] | None = None,  # a class as its result would make jsonargparse want a factory
         accumulate_in_float32: bool = False,
+        save_gradients: bool = True,
         sync_each_micro_batch: bool = False,
     ) -> None:
         self.schedule = Schedule.parse(scheduling, interval)
         self.scheduling = scheduling if isinstance(scheduling, int) else dict(scheduling)
         self.weight_fn = weight_fn
+        self.save_gradients = save_gradients
         self.sync_each_micro_batch = sync_each_micro_batch
         self.gradients = WindowGradients(accumulate_in_float32)
         self.ledger = Ledger()
@@ -83,6 +89,7 @@ class AccumulationScheduler(Callback):
         self._backward = checks.FirstBackward(self.schedule)
         self._flags = TrainerFlags()
         self._restored: dict[str, Any] | None = None
+        self._has_failed = False
 
     # In the order of a run
 
@@ -96,7 +103,7 @@ class AccumulationScheduler(Callback):
         checks.refuse_strategy(trainer)
         checks.refuse_sync_each_under_offload(trainer, self.sync_each_micro_batch)
         checks.refuse_second_scheduler(trainer)
-        self.ledger, self._restored = Ledger(), None
+        self.ledger, self._restored, self._has_failed = Ledger(), None, False
         if isinstance(pl_module, WindowOwner):
             pl_module._accumulation_begin(trainer, self)
         elif not pl_module.automatic_optimization:
@@ -126,16 +133,19 @@ class AccumulationScheduler(Callback):
         if pl_module.automatic_optimization:
             self._automatic.start(trainer, pl_module, self.ledger.optimizer(0))
             sync_first_backward(trainer)
+        if isinstance(pl_module, WindowOwner):
+            pl_module._accumulation_start()
         checks.refuse_unequal_loaders(trainer)
         checks.warn_of_short_epochs(trainer, self.schedule)
         rank_zero_info(plan.arithmetic(trainer, self.schedule))
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.ledger.window = None
+        self._drop_window(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.ledger.begin_batch()
         if not self._flags.in_charge(trainer):
             return
         checks.refuse_unequal_ends(trainer)
@@ -147,22 +157,23 @@ class AccumulationScheduler(Callback):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self.ledger.in_backward = True
         self._backward.before(trainer.optimizers)
         if self._works_for(trainer, pl_module):
             self._automatic.before_backward(trainer, loss)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.ledger.in_backward, self.ledger.has_batch = False, True
+        self.gradients.unmask()
+        if self._works_for(trainer, pl_module):
+            self._automatic.after_backward(trainer.optimizers[0])
         self._backward.after(trainer.optimizers)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._works_for(trainer, pl_module):
             self._automatic.before_optimizer_step(trainer, pl_module, optimizer)
-            # Counted here and not in on_train_batch_end, so that a checkpoint made by a callback that comes earlier in
-            # the list does not see a window that is closed already. A closure optimizer comes here several times.
-            if self.ledger.window is not None:
-                self.ledger.close()
 
     @override
     def on_train_batch_end(
@@ -171,8 +182,9 @@ class AccumulationScheduler(Callback):
         if isinstance(pl_module, WindowOwner):
             pl_module._accumulation_batch_end()
         elif self._works_for(trainer, pl_module):
-            skipped = self._automatic.batch_end(trainer, pl_module, outputs, self.ledger.counters.effective_step - 1)
-            self.ledger.counters.skipped_steps += skipped
+            self._automatic.add_loss(trainer, outputs)
+            if self.ledger.is_stepped and (step := self._automatic.close(trainer, self.ledger)) is not None:
+                effective_step.tell(trainer, pl_module, step)
             if self._automatic.window.micro_batches and seams.closes_window(trainer):
                 # The loader has left the window's last place empty. A validation here must keep what is pending.
                 seams.shadow_once(pl_module, "on_validation_model_zero_grad", lambda: None)
@@ -182,13 +194,13 @@ class AccumulationScheduler(Callback):
         self._flags.release_logs(trainer)
         if isinstance(pl_module, WindowOwner):
             pl_module._accumulation_epoch_end()
-        elif self.ledger.window is not None and (dropped := self._automatic.window.micro_batches):
-            checks.warn_of_dropped_window(trainer, dropped)
-        self.ledger.window = None
+        # A window that the loop has left open in automatic optimization stays, for the checkpoints made at the end.
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._end(trainer, pl_module)
+        self._drop_window(trainer)
+        self.gradients.end()
         if self.is_attached:
             self._detach(trainer)
 
@@ -196,12 +208,13 @@ class AccumulationScheduler(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # The open window is kept, and an attached scheduler stays: OnExceptionCheckpoint saves after this hook.
         self._end(trainer, pl_module)
+        self._has_failed = not isinstance(exception, SIGTERMException)  # that stops all ranks at the same place
 
     def _end(self, trainer: Trainer, module: LightningModule) -> None:
         self._flags.give_back(trainer)
         seams.unshadow(trainer.strategy, "block_backward_sync")
         seams.unshadow(module, "on_validation_model_zero_grad")
-        self.gradients.end()
+        self.gradients.release()
         if isinstance(module, WindowOwner):
             module._accumulation_end()
 
@@ -231,6 +244,14 @@ class AccumulationScheduler(Callback):
         length = min(self._factor(trainer), left) if left > 0 else self._factor(trainer)
         return self.ledger.open(int(length), batch_idx)
 
+    def _drop_window(self, trainer: Trainer) -> None:
+        """Drop what the loop has left open, where nobody steps for it."""
+        if self.ledger.window is not None and (dropped := self._automatic.window.micro_batches):
+            checks.warn_of_dropped_window(dropped)
+            self.gradients.drop(trainer.optimizers[0])
+            self._automatic.window.clear()
+        self.ledger.window = None
+
     def _factor(self, trainer: Trainer) -> int:
         return self.schedule.factor(epoch=trainer.current_epoch, effective_step=self.ledger.counters.effective_step)
 
@@ -244,6 +265,16 @@ class AccumulationScheduler(Callback):
         return self.ledger.state_dict()
 
     @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        left_out = None
+        if not self.save_gradients:
+            left_out = "`save_gradients=False`"
+        elif self._has_failed and trainer.world_size > 1:
+            left_out = "one rank may have failed alone"
+        state = pending.complete(trainer, self.ledger, self.gradients, checkpoint, left_out)
+        checkpoint["callbacks"][self.state_key].update(state)
+
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
 
@@ -254,5 +285,8 @@ class AccumulationScheduler(Callback):
             self.ledger.restart(trainer.global_step // max(len(trainer.optimizers), 1))
             return
         self.ledger.load_state_dict(state)
-        if self.ledger.window is not None:
-            checks.warn_of_lost_gradients()
+        checks.warn_of_plain_loader(trainer)
+        if "pending" in state and pending.fits(trainer, state["pending"]):
+            pending.unpack(trainer, self.ledger, self.gradients, state["pending"])
+        elif "pending" in state or "left_out" in state:
+            checks.warn_of_lost_gradients(state.get("left_out", "they are those of other parameters"))

@@ -39,6 +39,34 @@ def ready_batches(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
+def batch_is_processed(trainer: Trainer) -> bool:
+    """Whether the present micro-batch's training step is through. Fact: counted just before ``on_train_batch_end``."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(progress.processed == progress.ready)
+
+
+def enter_batch_as_done(checkpoint: dict[str, Any]) -> None:
+    """Let a resumed fit go on behind the present micro-batch, as from a checkpoint made in ``on_train_batch_end``.
+
+    Fact: it does so if all begun micro-batches are entered as started and processed; otherwise it runs the present one
+    again, while a resumable loader goes on behind it. One that the loader gave as None is never entered as started.
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for count in (progress["total"], progress["current"]):
+        count["started"] = count["processed"] = count["ready"]
+
+
+def resumes_inside_epoch(trainer: Trainer) -> bool:
+    """Whether the fit goes on from a checkpoint made in the middle of an epoch; to be asked in ``on_train_start``."""
+    return trainer.fit_loop.epoch_loop.restarting and ready_batches(trainer) > 0 and not epoch_is_complete(trainer)
+
+
+def loader_is_resumable(trainer: Trainer) -> bool:
+    """Whether the training loader goes on where it was. Fact: Lightning saves and loads it by these two methods."""
+    loaders = trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]
+    return all(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in loaders)
+
+
 def epoch_is_complete(trainer: Trainer) -> bool:
     """Whether the epoch's last micro-batch was reached; Lightning's condition for LR schedulers of interval epoch."""
     return trainer.fit_loop.epoch_loop._num_ready_batches_reached()

@@ -29,6 +29,7 @@ class OptimizerWindow:
     __slots__ = (
         "contributions",
         "has_closed",
+        "has_gradients",
         "has_moved",
         "has_synced",
         "length",
@@ -50,6 +51,7 @@ class OptimizerWindow:
         self.length: float = 1
         self.micro_batches = 0
         self.contributions = 0  # on all ranks; known when the window is settled
+        self.has_gradients = False  # a backward has left some in ``.grad``
         self.weight: Weight = 0.0
         self.loss: Weight = 0.0
 
@@ -76,7 +78,9 @@ class OptimizerWindow:
         loss = loss.detach()
         if loss.dtype in (torch.float16, torch.bfloat16):
             loss = loss.float()
-        if not isinstance(weight, Tensor) and isinstance(self.loss, Tensor):
+        if isinstance(weight, Tensor):
+            self.loss = torch.where(weight > 0, loss * weight, 0) + self.loss
+        elif isinstance(self.loss, Tensor):
             self.loss = torch.add(self.loss, loss, alpha=weight)
         else:
             self.loss = loss * weight + self.loss
@@ -109,9 +113,13 @@ class OptimizerWindow:
         assert isinstance(mean, Tensor)
         return mean
 
-    def close(self) -> None:
-        """Keep the mean weight as the next window's reference, and forget the rest."""
+    def keep_reference(self) -> None:
+        """Keep the mean weight as the next window's reference."""
         self.reference = self.weight / self.contributions
+
+    def close(self) -> None:
+        """Keep the reference, and forget the rest."""
+        self.keep_reference()
         self.clear()
 
 

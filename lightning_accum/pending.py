@@ -1,0 +1,125 @@
+"""A checkpoint made anywhere: the state of a window that is open there, with its gradients, on all ranks.
+
+This adds at most one tensor per trainable parameter, and nothing where no window is open.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_accum import seams
+from lightning_accum.gradients import WindowGradients, any_gradient, parameters
+from lightning_accum.ledger import Ledger
+from lightning_accum.precision import active_scaler
+from lightning_accum.ranks import is_sharded, largest, means, sums
+from lightning_accum.weighting import OptimizerWindow, Weight
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from torch.optim import Optimizer
+
+
+def complete(
+    trainer: Trainer, ledger: Ledger, gradients: WindowGradients, checkpoint: dict[str, Any], left_out: str | None
+) -> dict[str, Any]:
+    """What the ledger's plain state lacks where a checkpoint is made inside a window or a micro-batch.
+
+    Args:
+        trainer: the Trainer that makes it.
+        ledger: the books.
+        gradients: of the open window.
+        checkpoint: as Lightning has made it. A micro-batch whose gradient is in the state is entered as done, so that
+            Lightning does not repeat it: after an error behind `accumulate` it would be added twice.
+        left_out: why gradients are not saved; None if they are.
+    """
+    is_processed = seams.batch_is_processed(trainer)
+    is_torn = ledger.is_torn and not is_processed
+    if is_processed or (not is_torn and (ledger.has_batch or ledger.is_stepped)):
+        seams.enter_batch_as_done(checkpoint)
+    if ledger.is_stepped and not is_torn:
+        counters = ledger.counters
+        skipped = counters.skipped_steps + (not ledger.has_moved)
+        return {"effective_step": counters.effective_step + 1, "skipped_steps": skipped, "window": None}
+    if ledger.window is None:
+        return {}
+    left_out = "a backward or a step was under way" if is_torn else left_out
+    if left_out is None and is_sharded(trainer):
+        left_out = "they are sharded"
+    if left_out is not None:
+        return {"left_out": left_out} if ledger.is_pending else {}
+    return {"pending": pack(trainer, ledger, gradients)}
+
+
+def pack(trainer: Trainer, ledger: Ledger, gradients: WindowGradients) -> dict[str, Any]:
+    """What the open window holds, for a checkpoint; every rank must ask.
+
+    Sums are those over the ranks, gradients their mean, since one rank writes for all: plain numbers and tensors on the
+    CPU, which do not change when training goes on.
+    """
+    scaler = active_scaler(trainer)
+    return {
+        "ranks": trainer.world_size,
+        "scale": 1.0 if scaler is None else scaler.get_scale(),
+        "optimizers": {
+            i: _pack(trainer, ledger.optimizer(i), optimizer, gradients)
+            for i, optimizer in enumerate(trainer.optimizers)
+            if trainer.world_size > 1 or ledger.optimizer(i).micro_batches
+        },
+    }
+
+
+def _pack(
+    trainer: Trainer, window: OptimizerWindow, optimizer: Optimizer, gradients: WindowGradients
+) -> dict[str, Any]:
+    weight, loss, micro_batches, length = window.weight, window.loss, window.micro_batches, window.length
+    if trainer.world_size > 1:
+        weight, loss, count = sums(trainer, weight, loss, micro_batches).cpu()
+        micro_batches, length = int(count), float(largest(trainer, [length])[0])
+    return {
+        "length": length,
+        "micro_batches": micro_batches,
+        "weight": _copy(weight),
+        "loss": _copy(loss),
+        "gradients": [_copy(mean) for mean in means(trainer, gradients.held(optimizer), like=parameters(optimizer))],
+    }
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def fits(trainer: Trainer, packed: dict[str, Any]) -> bool:
+    """Whether the gradients are those of the present optimizers' parameters."""
+    return all(
+        i < len(trainer.optimizers) and _fit(trainer.optimizers[i], kept["gradients"])
+        for i, kept in packed["optimizers"].items()
+    )
+
+
+def _fit(optimizer: Optimizer, gradients: list[Tensor | None]) -> bool:
+    shapes = [parameter.shape for parameter in parameters(optimizer)]
+    return len(shapes) == len(gradients) and all(
+        gradient is None or gradient.shape == shape for gradient, shape in zip(gradients, shapes, strict=True)
+    )
+
+
+def unpack(trainer: Trainer, ledger: Ledger, gradients: WindowGradients, packed: dict[str, Any]) -> None:
+    """Let the window go on where the checkpoint was made; the number of ranks and the loss scale may have changed."""
+    ranks, scaler = trainer.world_size, active_scaler(trainer)
+    scale = (1.0 if scaler is None else scaler.get_scale()) / packed["scale"]
+    for i, kept in packed["optimizers"].items():
+        window = ledger.optimizer(i)
+        window.length = kept["length"]
+        window.micro_batches = ceil(kept["micro_batches"] / ranks)
+        window.weight, window.loss = (_share(kept[name], trainer) for name in ("weight", "loss"))
+        # A sync averages over the ranks: each one's share of the sum, as if it had made it.
+        factor = scale * packed["ranks"] / ranks
+        gradients.hold(trainer.optimizers[i], [g if g is None else g * factor for g in kept["gradients"]])
+        window.has_gradients = any_gradient(trainer.optimizers[i])
+
+
+def _share(total: Weight, trainer: Trainer) -> Weight:
+    return (total.to(trainer.strategy.root_device) if isinstance(total, Tensor) else total) / trainer.world_size
