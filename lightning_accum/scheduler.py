@@ -163,6 +163,8 @@ class AccumulationScheduler(Callback):
             # the list does not see a window that is closed already. A closure optimizer comes here several times.
             if self.ledger.window is not None:
                 self.ledger.close()
+        elif seams.skips_backward(trainer):
+            self.gradients.drop(optimizer)
 
     @override
     def on_train_batch_end(
@@ -227,6 +229,7 @@ class AccumulationScheduler(Callback):
             # The loader gave None for its last place, at which Lightning runs no training step: this one closes it.
             return self.ledger.open(batch_idx + 1 - overdue.opened_at, overdue.opened_at)
         self._automatic.window.clear()
+        self.gradients.start(trainer.optimizers)
         left = trainer.num_training_batches - batch_idx
         length = min(self._factor(trainer), left) if left > 0 else self._factor(trainer)
         return self.ledger.open(int(length), batch_idx)
