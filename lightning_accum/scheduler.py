@@ -116,7 +116,7 @@ class AccumulationScheduler(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restore(trainer)
+        self._restore(trainer, pl_module)
         # Before the first micro-batch of a resumed fit the loop asks whether the last one had closed its window.
         opened_at = seams.ready_batches(trainer)
         window = self.ledger.window or WindowLength(
@@ -124,7 +124,6 @@ class AccumulationScheduler(Callback):
         )
         self._flags.write(trainer, window)
         if pl_module.automatic_optimization:
-            self._automatic.start(trainer, pl_module, self.ledger.optimizer(0))
             sync_first_backward(trainer)
         checks.refuse_unequal_loaders(trainer)
         checks.warn_of_short_epochs(trainer, self.schedule)
@@ -138,6 +137,8 @@ class AccumulationScheduler(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self._flags.in_charge(trainer):
             return
+        if self._restored is not None:  # by a finder inside the fit, which loads what it has saved before it ran
+            self._restore(trainer, pl_module)
         checks.refuse_unequal_ends(trainer)
         if self.ledger.window is None or batch_idx >= self.ledger.window.end:
             self._flags.write(trainer, self._next_window(trainer, pl_module, batch_idx))
@@ -250,12 +251,14 @@ class AccumulationScheduler(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
 
-    def _restore(self, trainer: Trainer) -> None:
+    def _restore(self, trainer: Trainer, module: LightningModule) -> None:
         """Go on where the checkpoint was made; without one, where Lightning's own counter stands."""
         state, self._restored = self._restored, None
         if state is None:  # the first fit, a second one, or a training that was begun without this package
             self.ledger.restart(trainer.global_step // max(len(trainer.optimizers), 1))
-            return
-        self.ledger.load_state_dict(state)
+        else:
+            self.ledger.load_state_dict(state)
+        if module.automatic_optimization:
+            self._automatic.start(trainer, module, self.ledger.optimizer(0))
         if self.ledger.window is not None:
             checks.warn_of_lost_gradients()

@@ -296,6 +296,37 @@ def test_learning_rate_finder_tries_the_rates_that_it_tries_without_the_package(
     assert module.w.item() == -reference.global_step
 
 
+class SavesCounters(L.Callback):
+    """Keeps, at each epoch's end, the windows counted in a checkpoint, and those since the weights were 0."""
+
+    def __init__(self) -> None:
+        self.counted: list[tuple[int, float]] = []
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        scheduler = next(c for c in trainer.callbacks if isinstance(c, AccumulationScheduler))
+        self.counted.append((scheduler.state_dict()["effective_step"], -module.w.item()))
+
+
+class FindsInEpoch1(LearningRateFinder):
+    """As Lightning's documentation shows it for milestones."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, module)
+
+
+@EVERY_DOOR
+def test_a_finder_inside_the_fit_leaves_the_counters_and_the_schedule_alone(door: str) -> None:
+    finder, steps = FindsInEpoch1(num_training_steps=5, update_attr=False), SavesCounters()
+    module = fit(door, Finding, ones(8), 4, max_epochs=3, callbacks=[finder, steps])
+    assert finder.optimal_lr.results["lr"]
+    assert steps.counted == [(2, 2.0), (4, 4.0), (6, 6.0)]
+    assert (module.trainer.global_step, module.w.item()) == (6, -6.0)
+
+
 @pytest.mark.parametrize("door", SCHEDULED)
 def test_after_batch_size_finder_the_fit_is_right_for_the_size_found(door: str) -> None:
     finder = BatchSizeFinder(max_trials=2, steps_per_trial=2, init_val=1)
