@@ -38,11 +38,6 @@ IS_2_5 = not hasattr(lightning_callbacks, "WeightAveraging")
 NEEDS_WEIGHT_AVERAGING = pytest.mark.skipif(IS_2_5, reason="WeightAveraging came with Lightning 2.6")
 
 
-def dropped(door: str) -> Any:
-    """What is said where the loop leaves a window open: only the mixin steps there."""
-    return pytest.warns(UserWarning, match="its 2 micro-batches are dropped") if door == CALLBACK else nullcontext()
-
-
 class LogsWeight(Toy):
     """Logs w as it is before the micro-batch, and its mean over the epoch."""
 
@@ -54,20 +49,12 @@ class LogsWeight(Toy):
 # ModelCheckpoint; every_n_train_steps and names are in cases/test_resume.py and cases/test_logging.py
 
 
-def saved(door: str, loader: Any, scheduling: Any = 4, *, epochs: int = 2, val: Any = None, **options: Any) -> Any:
-    """The files that a ModelCheckpoint makes of a fit: name, global_step and w."""
+def saved(door: str, loader: Any, scheduling: Any = 4, *, val: Any = None, **options: Any) -> Any:
+    """The files that a ModelCheckpoint makes of a fit of two epochs: name, global_step and w."""
     callback = ModelCheckpoint(dirpath="saved", filename="{step}", **options)
     flags = {"val": val, "val_check_interval": 3} if val is not None else {}
-    fit(
-        door,
-        LogsWeight,
-        loader,
-        scheduling,
-        max_epochs=epochs,
-        callbacks=[callback],
-        enable_checkpointing=True,
-        **flags,
-    )
+    flags |= {"max_epochs": 2, "callbacks": [callback], "enable_checkpointing": True}
+    fit(door, LogsWeight, loader, scheduling, **flags)
     states = {path.name: torch.load(path, weights_only=True) for path in Path("saved").glob("*")}
     return {name: (state["global_step"], state["state_dict"]["w"].item()) for name, state in states.items()}
 
@@ -148,16 +135,6 @@ def test_early_stopping_on_a_train_metric_stops_after_whole_windows(door: str) -
     assert module.updates == [-1.0] * 4
 
 
-@EVERY_DOOR
-def test_early_stopping_at_a_validation_inside_a_window_leaves_two_micro_batches(door: str) -> None:
-    stopping = EarlyStopping("val_w", mode="max", patience=1)
-    with dropped(door):
-        module = fit(door, Toy, ones(7), 4, max_epochs=9, val=ones(1), val_check_interval=3, callbacks=[stopping])
-    steps = 1 if door == CALLBACK else 2
-    assert len(module.weights) == 6
-    assert (module.trainer.global_step, module.w.item()) == (steps, -steps)
-
-
 class MicroBatchTimer(Timer):
     """A Timer whose seconds are micro-batches."""
 
@@ -171,23 +148,21 @@ class MicroBatchTimer(Timer):
         super().on_train_batch_end(*args, **kwargs)
 
 
-def stopped_after(micro_batches: int) -> Timer:
-    return MicroBatchTimer(duration=timedelta(seconds=micro_batches), interval="step")
-
-
 @EVERY_DOOR
-def test_a_timer_stops_inside_a_window_as_early_stopping_does(door: str) -> None:
-    with dropped(door):
-        module = fit(door, Toy, ones(16), 4, max_epochs=2, callbacks=[stopped_after(6)])
+@pytest.mark.parametrize(
+    "stop",
+    [
+        pytest.param(lambda: EarlyStopping("val_w", mode="max", patience=1), id="EarlyStopping at a validation"),
+        pytest.param(lambda: MicroBatchTimer(duration=timedelta(seconds=6), interval="step"), id="Timer"),
+    ],
+)
+def test_a_stop_inside_a_window_leaves_two_micro_batches_that_only_the_mixin_steps_with(door: str, stop: Any) -> None:
+    dropped = pytest.warns(UserWarning, match="its 2 micro-batches are dropped")
+    with dropped if door == CALLBACK else nullcontext():
+        module = fit(door, Toy, ones(7), 4, max_epochs=9, val=ones(1), val_check_interval=3, callbacks=[stop()])
     steps = 1 if door == CALLBACK else 2
     assert len(module.weights) == 6
     assert (module.trainer.global_step, module.w.item()) == (steps, -steps)
-
-
-@pytest.mark.parametrize("door", SCHEDULED)
-def test_a_timer_that_is_over_before_the_fit_moves_nothing(door: str) -> None:
-    module = fit(door, Toy, ones(16), 4, callbacks=[Timer(duration=timedelta(0))])
-    assert (module.weights, module.trainer.global_step, module.w.item()) == ([], 0, 0.0)
 
 
 # Averaged weights
@@ -296,15 +271,15 @@ def test_learning_rate_finder_tries_the_rates_that_it_tries_without_the_package(
     assert module.w.item() == -reference.global_step
 
 
-class SavesCounters(L.Callback):
-    """Keeps, at each epoch's end, the windows counted in a checkpoint, and those since the weights were 0."""
+class Books(L.Callback):
+    """Keeps, after each micro-batch, the windows counted and whether one is open."""
 
-    def __init__(self) -> None:
-        self.counted: list[tuple[int, float]] = []
+    def on_fit_start(self, *_: Any) -> None:
+        self.read: list[tuple[int, bool]] = []
 
-    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        scheduler = next(c for c in trainer.callbacks if isinstance(c, AccumulationScheduler))
-        self.counted.append((scheduler.state_dict()["effective_step"], -module.w.item()))
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        (scheduler,) = (c for c in trainer.callbacks if isinstance(c, AccumulationScheduler))
+        self.read.append((scheduler.state_dict()["effective_step"], scheduler.ledger.is_pending))
 
 
 class FindsInEpoch1(LearningRateFinder):
@@ -319,11 +294,11 @@ class FindsInEpoch1(LearningRateFinder):
 
 
 @EVERY_DOOR
-def test_a_finder_inside_the_fit_leaves_the_counters_and_the_schedule_alone(door: str) -> None:
-    finder, steps = FindsInEpoch1(num_training_steps=5, update_attr=False), SavesCounters()
-    module = fit(door, Finding, ones(8), 4, max_epochs=3, callbacks=[finder, steps])
+def test_a_finder_inside_the_fit_leaves_the_books_alone(door: str) -> None:
+    finder, books = FindsInEpoch1(num_training_steps=5, update_attr=False), Books()
+    module = fit(door, Finding, ones(8), 4, max_epochs=3, callbacks=[finder, books])
     assert finder.optimal_lr.results["lr"]
-    assert steps.counted == [(2, 2.0), (4, 4.0), (6, 6.0)]
+    assert books.read == [(n + (i == 3), i < 3) for n in range(6) for i in range(4)]
     assert (module.trainer.global_step, module.w.item()) == (6, -6.0)
 
 
