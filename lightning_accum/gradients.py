@@ -53,14 +53,14 @@ class Float32Gradients:
 
     def __init__(self) -> None:
         self.sums: dict[Tensor, Tensor] = {}
-        self._handles: list[RemovableHandle] = []
+        self._handles: dict[Tensor, RemovableHandle] = {}
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Take over the gradients of those in low precision, as soon as a backward has made them."""
         for parameter in parameters:
-            if parameter.requires_grad and parameter.dtype in LOW_PRECISION:
+            if parameter.requires_grad and parameter.dtype in LOW_PRECISION and parameter not in self._handles:
                 handle = parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
+                self._handles[parameter] = handle
 
     def _take(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
@@ -85,7 +85,7 @@ class Float32Gradients:
     def release(self) -> None:
         """Let the parameters accumulate as they did; the sums stay."""
         while self._handles:
-            self._handles.pop().remove()
+            self._handles.popitem()[1].remove()
 
 
 class WeightMask:
@@ -135,8 +135,7 @@ class WindowGradients:
         self._mask = WeightMask()
 
     def start(self, optimizers: Iterable[Optimizer]) -> None:
-        """A fit begins."""
-        self.end()
+        """A fit begins, or a window: BackboneFinetuning unfreezes parameters and adds them in between."""
         if self._float32 is not None:
             for optimizer in optimizers:
                 self._float32.watch(parameters(optimizer))

@@ -62,7 +62,8 @@ class AccumulationMixin(FitLifeCycle):
         state = self._accumulation
         if state is None:
             return training_step(*args, **kwargs)
-        state.begin_step(args[0] if args else None, closes=seams.closes_window(state.trainer))
+        closes = seams.closes_window(state.trainer) and not seams.skips_backward(state.trainer)
+        state.begin_step(args[0] if args else None, closes=closes)
         try:
             output = training_step(*args, **kwargs)
             state.ranks.after_step()
@@ -109,6 +110,8 @@ class AccumulationMixin(FitLifeCycle):
             raise RuntimeError(
                 "`accumulate` was called outside `training_step`. Call it in `training_step`, while `Trainer.fit` runs."
             )
+        if seams.skips_backward(state.trainer):
+            return None
         optimizer_idx = optimizer_position(optimizer, state.trainer.optimizers)
         window = state.scheduler.ledger.optimizer(optimizer_idx)
         if window.has_closed:

@@ -104,6 +104,7 @@ class AccumulationScheduler(Callback):
         checks.refuse_sync_each_under_offload(trainer, self.sync_each_micro_batch)
         checks.refuse_second_scheduler(trainer)
         self.ledger, self._restored, self._has_failed = Ledger(), None, False
+        self.gradients.end()
         if isinstance(pl_module, WindowOwner):
             pl_module._accumulation_begin(trainer, self)
         elif not pl_module.automatic_optimization:
@@ -123,7 +124,7 @@ class AccumulationScheduler(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restore(trainer)
+        self._restore(trainer, pl_module)
         # Before the first micro-batch of a resumed fit the loop asks whether the last one had closed its window.
         opened_at = seams.ready_batches(trainer)
         window = self.ledger.window or WindowLength(
@@ -131,11 +132,11 @@ class AccumulationScheduler(Callback):
         )
         self._flags.write(trainer, window)
         if pl_module.automatic_optimization:
-            self._automatic.start(trainer, pl_module, self.ledger.optimizer(0))
             sync_first_backward(trainer)
         if isinstance(pl_module, WindowOwner):
             pl_module._accumulation_start()
         checks.refuse_unequal_loaders(trainer)
+        checks.warn_of_plain_loader(trainer)
         checks.warn_of_short_epochs(trainer, self.schedule)
         rank_zero_info(plan.arithmetic(trainer, self.schedule))
 
@@ -148,6 +149,8 @@ class AccumulationScheduler(Callback):
         self.ledger.begin_batch()
         if not self._flags.in_charge(trainer):
             return
+        if self._restored is not None:  # by a finder inside the fit, which loads what it has saved before it ran
+            self._restore(trainer, pl_module)
         checks.refuse_unequal_ends(trainer)
         if self.ledger.window is None or batch_idx >= self.ledger.window.end:
             self._flags.write(trainer, self._next_window(trainer, pl_module, batch_idx))
@@ -174,6 +177,8 @@ class AccumulationScheduler(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._works_for(trainer, pl_module):
             self._automatic.before_optimizer_step(trainer, pl_module, optimizer)
+        elif seams.skips_backward(trainer):
+            self.gradients.drop(optimizer)
 
     @override
     def on_train_batch_end(
@@ -240,6 +245,7 @@ class AccumulationScheduler(Callback):
             # The loader gave None for its last place, at which Lightning runs no training step: this one closes it.
             return self.ledger.open(batch_idx + 1 - overdue.opened_at, overdue.opened_at)
         self._automatic.window.clear()
+        self.gradients.start(trainer.optimizers)
         left = trainer.num_training_batches - batch_idx
         length = min(self._factor(trainer), left) if left > 0 else self._factor(trainer)
         return self.ledger.open(int(length), batch_idx)
@@ -278,14 +284,18 @@ class AccumulationScheduler(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
 
-    def _restore(self, trainer: Trainer) -> None:
+    def _restore(self, trainer: Trainer, module: LightningModule) -> None:
         """Go on where the checkpoint was made; without one, where Lightning's own counter stands."""
         state, self._restored = self._restored, None
         if state is None:  # the first fit, a second one, or a training that was begun without this package
             self.ledger.restart(trainer.global_step // max(len(trainer.optimizers), 1))
-            return
-        self.ledger.load_state_dict(state)
-        checks.warn_of_plain_loader(trainer)
+        else:
+            self.ledger.load_state_dict(state)
+            self._restore_gradients(trainer, state)
+        if module.automatic_optimization:
+            self._automatic.start(trainer, module, self.ledger.optimizer(0))
+
+    def _restore_gradients(self, trainer: Trainer, state: dict[str, Any]) -> None:
         if "pending" in state and pending.fits(trainer, state["pending"]):
             pending.unpack(trainer, self.ledger, self.gradients, state["pending"])
         elif "pending" in state or "left_out" in state:

@@ -34,6 +34,15 @@ def closes_window(trainer: Trainer) -> bool:
     return not trainer.fit_loop._should_accumulate()
 
 
+def skips_backward(trainer: Trainer) -> bool:
+    """Whether the micro-batches are for statistics only, and move no weights.
+
+    Fact: StochasticWeightAveraging says so for its pass that gathers BatchNorm statistics. Automatic optimization then
+    makes no backward, but does step at the pass's last micro-batch, with the gradient that the step before has left.
+    """
+    return trainer.fit_loop._skip_backward
+
+
 def ready_batches(trainer: Trainer) -> int:
     """Micro-batches of this epoch that the loop has begun, the present one included."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready

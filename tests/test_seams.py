@@ -14,6 +14,7 @@ import lightning as L
 import pytest
 import torch
 from helpers import ManualToy, Toy, Unsized, as_given, make_trainer, ones
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -496,6 +497,30 @@ def test_the_factor_is_read_by_modulo_and_division_alone() -> None:
     make_trainer(callbacks=[At(on_train_batch_start=write)]).fit(module, ones(7))
     assert module.stepped_at == [0, 3, 6]
     assert module.updates == [-1.0, pytest.approx(-1.0), pytest.approx(-1.0)]
+
+
+def test_stochastic_weight_averaging_steps_at_the_end_of_its_pass_without_a_backward() -> None:
+    class Normalized(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(1)
+
+    steps: list[tuple[int, bool]] = []
+    skipping = At(
+        on_train_batch_start=lambda trainer, _: steps.append((trainer.global_step, seams.skips_backward(trainer)))
+    )
+    averaging = StochasticWeightAveraging(swa_lrs=1.0, swa_epoch_start=1, annealing_epochs=1)
+    module = Normalized()
+    trainer = make_trainer(callbacks=[skipping, averaging])
+    trainer.fit(module, ones(2))
+    assert steps == [(0, False), (1, False), (2, True), (2, True)]
+    assert module.weights == [
+        -1.0,
+        -2.0,
+        0.0,
+        -1.0,
+    ]  # 0 is the average; then the step with the gradient left from before
+    assert trainer.global_step == 3
 
 
 def test_an_unsized_loaders_last_batch_is_known_while_it_is_trained_on() -> None:
