@@ -59,7 +59,7 @@ class ValidateEveryNSteps(Callback):
             return
         _refuse(trainer, pl_module, self.n)
         self._begun = self._done = 0
-        if trainer.fast_dev_run or not trainer.enable_validation:
+        if trainer.fast_dev_run or not trainer.enable_validation:  # type: ignore[attr-defined]
             return
         self._where = trainer.check_val_every_n_epoch = WhereDue(trainer, self.n)
         trainer.val_check_interval = 1
