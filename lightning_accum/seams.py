@@ -111,6 +111,17 @@ def shadow_once(owner: object, hook: str, replacement: Callable[..., Any]) -> No
     shadow(owner, hook, once)
 
 
+def is_logged(trainer: Trainer, name: str) -> bool:
+    """Whether the running loop has logged this. Fact: ``trainer.callback_metrics`` keeps what other loops have too."""
+    return name in trainer._logger_connector.metrics["callback"]
+
+
+def validates_now(trainer: Trainer) -> bool:
+    """Whether a validation follows the present micro-batch. Fact: the loop asks this after ``on_train_batch_end``."""
+    loop = trainer.fit_loop
+    return loop._data_fetcher is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+
+
 def validation_interval(trainer: Trainer) -> Any:
     """The Trainer's own ``val_check_interval``. Fact: Lightning 2.6 takes times too, and keeps their seconds apart."""
     seconds = getattr(trainer, "_val_check_time_interval", None)

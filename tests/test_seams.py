@@ -564,6 +564,32 @@ def test_with_interval_1_the_epochs_modulo_alone_decides_where_lightning_validat
     assert validations.places == [(0, 3), (1, 3)]
 
 
+def test_is_logged_tells_what_training_logs_from_what_a_validation_has_left() -> None:
+    def ask(trainer: L.Trainer, _: Any) -> None:
+        answers.append([seams.is_logged(trainer, name) for name in ("batch_idx", "val_w")])
+        kept.append("val_w" in trainer.callback_metrics)
+
+    answers: list[list[bool]] = []
+    kept: list[bool] = []
+    trainer = make_trainer(callbacks=[At(on_train_batch_end=ask)], val_check_interval=1, num_sanity_val_steps=0)
+    trainer.fit(Logging(), ones(2), ones(1))
+    assert answers == [[True, False]] * 2
+    assert kept == [False, True]
+
+
+@pytest.mark.parametrize("flags", [{}, {"val_check_interval": 2}, {"check_val_every_n_epoch": 2}])
+def test_validates_now_says_after_which_micro_batches_lightning_validates(flags: dict[str, Any]) -> None:
+    def ask(trainer: L.Trainer, _: Any) -> None:
+        if seams.validates_now(trainer):
+            said.append((trainer.current_epoch, seams.ready_batches(trainer)))
+
+    said: list[Any] = []
+    validations = Validations()
+    trainer = make_trainer(callbacks=[At(on_train_batch_end=ask), validations], max_epochs=2, **flags)
+    trainer.fit(Toy(), ones(5), ones(1))
+    assert said == validations.places != []
+
+
 def test_validation_interval_is_what_the_trainer_was_given() -> None:
     assert [seams.validation_interval(make_trainer(val_check_interval=i)) for i in (None, 1, 0.5)] == [1.0, 1, 0.5]
 

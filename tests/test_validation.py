@@ -192,16 +192,22 @@ def test_the_sanity_check_and_the_limit_of_validation_batches_stay(door: type[To
 
 
 @DOORS
-def test_learning_rate_finder_validates_nothing(door: type[Toy]) -> None:
+def test_learning_rate_finder_leaves_the_validations_where_they_are(door: type[Toy]) -> None:
     class Finding(door):  # type: ignore[misc, valid-type]
         lr = 1.0
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=self.lr)
 
-    finder = LearningRateFinder(num_training_steps=5, early_stop_threshold=None, update_attr=False)
-    places = validated(Finding(), ones(8), 2, 2, finder)
-    assert places.seen == [(0, 3, 2), (0, 7, 4)]
+    def places(*callbacks: L.Callback, **flags: Any) -> list[Place]:
+        places = Places()
+        finder = LearningRateFinder(num_training_steps=5, early_stop_threshold=None, update_attr=False)
+        callbacks = (AccumulationScheduler(2), places, finder, *callbacks)
+        make_trainer(callbacks=list(callbacks), **flags).fit(Finding(), ones(8), ones(2))
+        return places.seen
+
+    # Lightning 2.5.0 validates nowhere after a search.
+    assert places(ValidateEveryNSteps(2)) == places(val_check_interval=4)
 
 
 class Ranked(Toy):
@@ -405,17 +411,12 @@ def test_reduce_lr_on_plateau_follows_the_epochs_last_validation(door: type[Plat
 
 
 @PLATEAUS
-def test_reduce_lr_on_plateau_of_interval_step_looks_at_the_validations_it_has_the_frequency_of(
-    door: type[Plateau],
-) -> None:
+def test_reduce_lr_on_plateau_of_interval_step_follows_the_validation_after_its_step(door: type[Plateau]) -> None:
     class EveryTwoSteps(door):  # type: ignore[misc, valid-type]
         # Lightning counts micro-batches in automatic optimization, the mixin effective steps.
         interval, frequency = "step", (4 if door is Plateau else 2)
 
-    module = EveryTwoSteps()
-    weights = validated(module, ones(12), 2, 2).weights
-    # The mixin looks when its step is made, before the validation that is due there: at the one before.
-    assert weights == ([-2.0, -4.0, -5.0] if door is Plateau else [-2.0, -4.0, -6.0])
+    assert validated(EveryTwoSteps(), ones(16), 2, 2).weights == [-2.0, -4.0, -5.0, -5.5]
 
 
 # The Trainer, before and after
