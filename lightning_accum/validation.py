@@ -98,8 +98,9 @@ class ValidateEveryNSteps(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        closed = 0 if self._where is None else self._where.effective_step
-        return {"window_end": max(closed, self._begun), "validated": self._done}
+        # After an exception, at which the flags are given back, only a validation that had begun is known of.
+        step = max(self._begun, 0 if self._where is None else self._where.effective_step)
+        return {"validated": self._done, "owed": step if step > self._done and step % self.n == 0 else 0}
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -107,7 +108,7 @@ class ValidateEveryNSteps(Callback):
         if self._where is None or state is None:
             return
         self._begun = self._done = state["validated"]
-        if state["window_end"] > state["validated"] and state["window_end"] % self.n == 0:
+        if state["owed"] and state["owed"] % self.n == 0:  # another n may have other places
             seams.load_inside_validation(checkpoint)
 
 
@@ -138,8 +139,9 @@ class WhereDue(int):
         window, ready = current_window(self._trainer), seams.ready_batches(self._trainer)
         if ready == window.opened_at:  # a fit resumed between two windows
             return window.index
-        # Where the loader gives None next, no window opens.
-        return window.index + 1 if window.is_closed and ready <= window.end else 0
+        # Behind a window the loader may give None, at which none opens; one that the loop leaves is closed at no end.
+        ends = ready <= window.end and seams.closes_window(self._trainer)
+        return window.index + 1 if window.is_closed and ends else 0
 
 
 def _refuse(trainer: Trainer, module: LightningModule, n: int) -> None:

@@ -150,14 +150,14 @@ def test_a_window_of_total_weight_0_counts_though_it_reports_nothing(door: type[
     [
         pytest.param(3, [4, 7], id="in a window's last place, which the next one takes"),
         pytest.param(4, [3, 8], id="right behind a window"),
-        pytest.param(0, [4, 7], id="in the epoch's first place"),
+        pytest.param(0, [4, 8], id="in the epoch's first place"),
     ],
 )
 def test_a_micro_batch_that_the_loader_leaves_out_validates_nothing(
     door: type[Toy], missing: int, at: list[int]
 ) -> None:
     one = torch.ones(1, dtype=torch.float64)
-    loader = as_given([None if i == missing else one for i in range(8 + (missing == 4))])
+    loader = as_given([None if i == missing else one for i in range(8 + (missing != 3))])
     places = validated(door(), loader, 4, 1, max_epochs=2)
     assert places.seen == [(epoch, i, 2 * epoch + k) for epoch in (0, 1) for k, i in enumerate(at, 1)]
     assert places.weights == [-1.0, -2.0, -3.0, -4.0]
@@ -176,6 +176,17 @@ def test_a_window_that_the_loop_leaves_open_validates_nothing(door: type[Toy]) -
     module = door()
     assert validated(module, ones(12), 4, 1, StopsAfter()).seen == [(0, 3, 1)]
     assert module.w.item() == (-2.0 if door is ManualToy else -1.0)
+
+
+def test_nor_does_a_checkpoint_made_behind_it_owe_a_validation() -> None:
+    module, places = ManualToy(), Places()
+    saver = SavesEverywhere(places)
+    callbacks = [AccumulationScheduler(4), ValidateEveryNSteps(2), places, StopsAfter(), saver]
+    make_trainer(callbacks=callbacks).fit(module, ones(12), ones(1))
+    assert (module.w.item(), places.seen) == (-2.0, [])
+    at_epoch_end = torch.load(saver.saved[-1][0])
+    assert at_epoch_end["global_step"] == 2
+    assert at_epoch_end["callbacks"]["ValidateEveryNSteps"] == {"validated": 0, "owed": 0}
 
 
 @DOORS
