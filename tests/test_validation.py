@@ -163,6 +163,12 @@ def test_a_micro_batch_that_the_loader_leaves_out_validates_nothing(
     assert places.weights == [-1.0, -2.0, -3.0, -4.0]
 
 
+@DOORS
+def test_nor_does_one_between_windows_of_one_micro_batch(door: type[Toy]) -> None:
+    one = torch.ones(1, dtype=torch.float64)
+    assert validated(door(), as_given([one, None, one]), 1, 1).seen == [(0, 0, 1), (0, 2, 2)]
+
+
 class StopsAfter(L.Callback):
     """Asks for the training's end inside a window, which the mixin then closes."""
 
@@ -345,7 +351,9 @@ def test_a_resumed_fit_may_validate_at_another_distance(door: type[Toy]) -> None
     saver = SavesEverywhere(places)
     validated(door(), StatefulSized(12), 2, 2, saver)
     path = next(path for path, _ in saver.saved if torch.load(path)["global_step"] == 2)  # before its validation
-    assert validated(door(), StatefulSized(12), 2, 3, ckpt_path=path).seen == [(0, 5, 3), (0, 11, 6)]
+    axis = AxisOf()
+    assert validated(door(), StatefulSized(12), 2, 3, axis, ckpt_path=path).seen == [(0, 5, 3), (0, 11, 6)]
+    assert axis.seen == [(0, 2, 3), (0, 5, 6)]
 
 
 # What acts on the metrics of a validation
