@@ -5,6 +5,7 @@ from lightning_accum.mixin import AccumulationMixin
 from lightning_accum.monitor import AccumulationMonitor
 from lightning_accum.plan import estimated_stepping_batches
 from lightning_accum.scheduler import AccumulationScheduler
+from lightning_accum.validation import ValidateEveryNSteps
 
 __version__ = "0.1.0"
 
@@ -13,5 +14,6 @@ __all__ = [
     "AccumulationMonitor",
     "AccumulationScheduler",
     "EffectiveStep",
+    "ValidateEveryNSteps",
     "estimated_stepping_batches",
 ]

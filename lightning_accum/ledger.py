@@ -65,6 +65,8 @@ class Ledger:
 
     def close(self, *, skipped: bool = False) -> None:
         """Count the open window; the next micro-batch opens another one."""
+        if self.window is not None:  # there is none where no scheduler hook runs
+            self.window.is_closed = True
         self.window = None
         self.counters.effective_step += 1
         self.counters.skipped_steps += skipped

@@ -11,6 +11,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lightning_accum import seams
+
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -53,10 +55,17 @@ class LRSchedulers:
             else:
                 module.lr_scheduler_step(config.scheduler, None)
 
-    def after_batch(self, trainer: Trainer, module: LightningModule) -> None:
-        """Step the schedulers that waited for a metric of the micro-batch that closed the window."""
-        while self._awaiting_metric:
-            self._step_with_metric(trainer, module, self._awaiting_metric.pop(0))
+    def after_batch(self, trainer: Trainer, module: LightningModule, *, validates: bool) -> None:
+        """Step the schedulers that waited for a metric of the micro-batch that closed the window.
+
+        Where a validation follows, those whose metric training has not logged wait for its end, as Lightning's do.
+        """
+        waiting, self._awaiting_metric = self._awaiting_metric, []
+        for config in waiting:
+            if validates and not seams.is_logged(trainer, self._monitors[id(config.scheduler)].key):
+                self._awaiting_metric.append(config)
+            else:
+                self._step_with_metric(trainer, module, config)
 
     def after_epoch(self, trainer: Trainer, module: LightningModule, *, with_metric: bool) -> None:
         """Step the schedulers of interval epoch: those that follow a metric, or the others.

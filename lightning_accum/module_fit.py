@@ -190,10 +190,15 @@ class FitLifeCycle(WindowOwner, _Module):
 
     @override
     def _accumulation_batch_end(self) -> None:
+        state = self._accumulation
+        if state is not None and state.closes:
+            state.lr_schedulers.after_batch(state.trainer, self, validates=seams.validates_now(state.trainer))
+            state.ranks.after_window()
+
+    @override
+    def _accumulation_validation_end(self) -> None:
         if (state := self._accumulation) is not None:
-            state.lr_schedulers.after_batch(state.trainer, self)
-            if state.closes:
-                state.ranks.after_window()
+            state.lr_schedulers.after_batch(state.trainer, self, validates=False)
 
     @override
     def _accumulation_epoch_end(self) -> None:

@@ -23,6 +23,10 @@ class WindowOwner:
         """A micro-batch has ended."""
         raise NotImplementedError
 
+    def _accumulation_validation_end(self) -> None:
+        """A validation has ended, its metrics are known."""
+        raise NotImplementedError
+
     def _accumulation_epoch_end(self) -> None:
         """An epoch has ended; close what is still open."""
         raise NotImplementedError

@@ -195,6 +195,11 @@ class AccumulationScheduler(Callback):
                 seams.shadow_once(pl_module, "on_validation_model_zero_grad", lambda: None)
 
     @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(pl_module, WindowOwner):
+            pl_module._accumulation_validation_end()
+
+    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._flags.release_logs(trainer)
         if isinstance(pl_module, WindowOwner):

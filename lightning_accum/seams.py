@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import EarlyStopping
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -143,3 +146,44 @@ def shadow_once(owner: object, hook: str, replacement: Callable[..., Any]) -> No
         return replacement(*args, **kwargs)
 
     shadow(owner, hook, once)
+
+
+def is_logged(trainer: Trainer, name: str) -> bool:
+    """Whether the running loop has logged this. Fact: ``trainer.callback_metrics`` keeps what other loops have too."""
+    return name in trainer._logger_connector.metrics["callback"]
+
+
+def validates_now(trainer: Trainer) -> bool:
+    """Whether a validation follows the present micro-batch. Fact: the loop asks this after ``on_train_batch_end``."""
+    loop = trainer.fit_loop
+    return loop._data_fetcher is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+
+
+def validation_interval(trainer: Trainer) -> Any:
+    """The Trainer's own ``val_check_interval``. Fact: Lightning 2.6 takes times too, and keeps their seconds apart."""
+    seconds = getattr(trainer, "_val_check_time_interval", None)
+    return trainer.val_check_interval if seconds is None else timedelta(seconds=seconds)
+
+
+def check_after_validation(callback: Callback) -> None:
+    """Let an EarlyStopping that was set up already check after each validation, as one that is set up later will.
+
+    Fact: in its ``setup`` it decides for the epoch's end if the Trainer's validation flags are the defaults.
+    """
+    if isinstance(callback, EarlyStopping):
+        callback._check_on_train_epoch_end = False
+
+
+def load_inside_validation(checkpoint: dict[str, Any]) -> None:
+    """Change a checkpoint made where a validation was due, but not over, into one made at that validation's begin.
+
+    Fact: four counters per loop tell the place at which a checkpoint was made. A resumed fit validates again if they
+    are those inside a ``validation_step``; from ``on_train_batch_end`` and the validation's other hooks it goes on
+    with the next micro-batch.
+    """
+    progress = checkpoint["loops"]["fit_loop"]
+    for count in ("total", "current"):
+        trained = progress["epoch_loop.batch_progress"][count]
+        trained["completed"] = trained["processed"]
+        validated = progress["epoch_loop.val_loop.batch_progress"]
+        validated[count] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}

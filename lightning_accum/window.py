@@ -21,6 +21,8 @@ class WindowLength(int):
         opened_at: index in its epoch of the window's first micro-batch.
         index: effective steps made before this window (from 0).
 
+    ``is_closed`` says that it was counted; it stays on the Trainer until the next window opens.
+
     Example:
         >>> window = WindowLength(4, opened_at=6)
         >>> [batch_idx % window for batch_idx in (6, 7, 8, 9, 10)], 12.0 / window
@@ -29,11 +31,12 @@ class WindowLength(int):
 
     opened_at: int
     index: int
+    is_closed: bool
 
     def __new__(cls, length: int, opened_at: int = 0, index: int = 0) -> WindowLength:
         """Make the int, then remember the two places."""
         self = super().__new__(cls, length)
-        self.opened_at, self.index = opened_at, index
+        self.opened_at, self.index, self.is_closed = opened_at, index, False
         return self
 
     def __rmod__(self, batches: int) -> int:

@@ -130,10 +130,16 @@ def test_imports_run_one_way() -> None:
     assert {"schedule", "window", "plan"} <= reachable("scheduler", graph)
 
 
+OF_A_FIT = {"scheduler", "mixin", "module_fit", "automatic", "ledger", "flags"}
+
+
 @pytest.mark.parametrize(
     ("room", "foreign"),
     [
         pytest.param("monitor", {"scheduler", "mixin", "module_fit", "automatic", "ledger", "flags"}, id="monitor"),
+        pytest.param(
+            "validation", {"scheduler", "mixin", "module_fit", "automatic", "ledger", "flags"}, id="validation"
+        ),
         pytest.param("plan", {"scheduler", "mixin", "module_fit"}, id="plan"),
         pytest.param("scheduler", {"mixin", "module_fit", "monitor", "lr_schedulers"}, id="scheduler"),
         pytest.param("mixin", {"monitor"}, id="mixin"),

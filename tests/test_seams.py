@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import lightning as L
 import pytest
 import torch
 from helpers import ManualToy, Toy, Unsized, as_given, make_trainer, ones
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -546,3 +548,122 @@ def test_lightning_notes_the_running_hook_where_the_mixin_sets_it_directly() -> 
 
     make_trainer(accumulate_grad_batches=2).fit(Noted(), ones(10))
     assert names.count("_current_fx_name") > 10 * 10  # the most of what is set during a fit
+
+
+# Validation
+
+
+class Validations(L.Callback):
+    """After which micro-batches of which epoch a fit validates."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[int, int]] = []
+
+    def on_validation_start(self, trainer: L.Trainer, _: Any) -> None:
+        if not trainer.sanity_checking:
+            self.places.append((trainer.current_epoch, seams.ready_batches(trainer)))
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("limit", [None, 5])
+def test_with_interval_1_the_epochs_modulo_alone_decides_where_lightning_validates(
+    sized: bool, limit: int | None
+) -> None:
+    """Also where the fit is asked to stop, and at the end of an epoch whose loader has no length."""
+
+    class At3(int):
+        def __rmod__(self, epochs: int) -> int:
+            return 0 if seams.ready_batches(trainer) == 3 else 1
+
+    def stop(trainer: L.Trainer, _: Any) -> None:
+        trainer.should_stop = trainer.current_epoch == 1 and seams.ready_batches(trainer) == 4
+
+    def write(trainer: L.Trainer, _: Any) -> None:
+        trainer.val_check_interval, trainer.check_val_every_n_epoch = 1, At3(0)
+
+    validations = Validations()
+    callbacks = [At(setup=write, on_train_batch_end=stop), validations]
+    trainer = make_trainer(callbacks=callbacks, max_epochs=3, limit_train_batches=limit)
+    trainer.fit(Toy(), ones(6, sized=sized), ones(1))
+    assert validations.places == [(0, 3), (1, 3)]
+
+
+def test_is_logged_tells_what_training_logs_from_what_a_validation_has_left() -> None:
+    def ask(trainer: L.Trainer, _: Any) -> None:
+        answers.append([seams.is_logged(trainer, name) for name in ("batch_idx", "val_w")])
+        kept.append("val_w" in trainer.callback_metrics)
+
+    answers: list[list[bool]] = []
+    kept: list[bool] = []
+    trainer = make_trainer(callbacks=[At(on_train_batch_end=ask)], val_check_interval=1, num_sanity_val_steps=0)
+    trainer.fit(Logging(), ones(2), ones(1))
+    assert answers == [[True, False]] * 2
+    assert kept == [False, True]
+
+
+@pytest.mark.parametrize("flags", [{}, {"val_check_interval": 2}, {"check_val_every_n_epoch": 2}])
+def test_validates_now_says_after_which_micro_batches_lightning_validates(flags: dict[str, Any]) -> None:
+    def ask(trainer: L.Trainer, _: Any) -> None:
+        if seams.validates_now(trainer):
+            said.append((trainer.current_epoch, seams.ready_batches(trainer)))
+
+    said: list[Any] = []
+    validations = Validations()
+    trainer = make_trainer(callbacks=[At(on_train_batch_end=ask), validations], max_epochs=2, **flags)
+    trainer.fit(Toy(), ones(5), ones(1))
+    assert said == validations.places != []
+
+
+def test_validation_interval_is_what_the_trainer_was_given() -> None:
+    assert [seams.validation_interval(make_trainer(val_check_interval=i)) for i in (None, 1, 0.5)] == [1.0, 1, 0.5]
+
+
+@pytest.mark.skipif(Version(L.__version__) < Version("2.6"), reason="Lightning takes times since 2.6")
+def test_validation_interval_may_be_a_time() -> None:
+    assert seams.validation_interval(make_trainer(val_check_interval="00:00:02:00")) == timedelta(minutes=2)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_early_stopping_decides_in_its_setup_for_the_epochs_end(told: bool) -> None:
+    class Logs(Toy):
+        def on_train_epoch_end(self) -> None:
+            looked.append((stopper.wait_count, "epoch end"))
+
+        def on_validation_end(self) -> None:
+            looked.append((stopper.wait_count, "validation end"))
+
+    looked: list[Any] = []
+    stopper = EarlyStopping("val_w", mode="max", patience=9)  # val_w falls: each look after the first one waits
+    tells = At(setup=lambda *_: seams.check_after_validation(stopper) if told else None)
+    make_trainer(callbacks=[stopper, tells], max_epochs=2, num_sanity_val_steps=0).fit(Logs(), ones(2), ones(1))
+    at_validations = [(0, "validation end"), (0, "epoch end"), (1, "validation end"), (1, "epoch end")]
+    at_epoch_ends = [(0, "validation end"), (0, "epoch end"), (0, "validation end"), (0, "epoch end")]
+    assert looked == (at_validations if told else at_epoch_ends)
+    assert stopper.wait_count == 1
+
+
+MADE_IN = ("on_train_batch_end", "on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_end")
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("made_in", MADE_IN)
+@pytest.mark.filterwarnings("ignore:You're resuming from")
+def test_a_checkpoint_made_before_a_validations_end_is_validated_again_if_it_looks_like_made_inside(
+    made_in: str, changed: bool
+) -> None:
+    def save(trainer: L.Trainer, _: Any) -> None:
+        if seams.ready_batches(trainer) == 2 and not Path("made.ckpt").exists():
+            trainer.save_checkpoint("made.ckpt")
+
+    def fit(*callbacks: L.Callback, ckpt_path: str | None = None) -> list[tuple[int, int]]:
+        validations = Validations()
+        trainer = make_trainer(callbacks=[*callbacks, validations], val_check_interval=2)
+        trainer.fit(Toy(), ones(4), ones(2), ckpt_path=ckpt_path)
+        return validations.places
+
+    assert fit(At(**{made_in: save})) == [(0, 2), (0, 4)]
+    checkpoint = torch.load("made.ckpt")
+    if changed:
+        seams.load_inside_validation(checkpoint)
+    torch.save(checkpoint, "changed.ckpt")
+    assert fit(ckpt_path="changed.ckpt") == ([(0, 2), (0, 4)] if changed else [(0, 4)])

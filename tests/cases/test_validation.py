@@ -11,6 +11,8 @@ from cases.doors import DOORS, SCHEDULED, Net, fit
 from helpers import Toy, as_given, item_losses, make_batches, ones
 from torch import Tensor
 
+from lightning_accum import ValidateEveryNSteps
+
 
 class PendingGradient(Toy):
     """Keeps w's gradient at the begin and at the end of each validation."""
@@ -110,3 +112,23 @@ def test_b19_validations_by_batches_over_epochs_find_every_window_full(door: str
     module = fit(door, Toy, ones(6), 4, max_epochs=4, val=ones(1), val_check_interval=4, check_val_every_n_epoch=None)
     assert module.updates == [-1.0] * 8
     assert module.stepped_at == [3, 5, 9, 11, 15, 17, 21, 23]
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_b19_validations_by_effective_steps_find_no_pending_gradient_and_a_multiple_of_the_step(
+    door: str, every: int
+) -> None:
+    steps: list[int] = []
+
+    class Steps(PendingGradient):
+        def on_validation_end(self) -> None:
+            super().on_validation_end()
+            if not self.trainer.sanity_checking:
+                steps.append(self.trainer.global_step)
+
+    # 6 micro-batches, factor 4: windows of 4 and of 2, so that no number of micro-batches is a number of steps
+    module = fit(door, Steps, ones(6), 4, max_epochs=3, val=ones(1), callbacks=[ValidateEveryNSteps(every)])
+    assert steps == list(range(every, 7, every))
+    assert module.after == [0.0] * len(steps)
+    assert module.updates == [-1.0] * 6
