@@ -10,7 +10,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_accum.gradients import parameters
+from lightning_accum import gradients
 from lightning_accum.weighting import Weight
 
 
@@ -51,7 +51,7 @@ def check_loss(loss: object) -> None:
 
 def check_no_gradients(optimizer: Optimizer) -> None:
     """A window that holds nothing has no gradients, unless somebody made a backward of their own."""
-    if any(parameter.grad is not None for parameter in parameters(optimizer)):
+    if gradients.exist(optimizer):
         raise RuntimeError(
             "There are gradients that `accumulate` has not made: `loss.backward()` or `manual_backward` was called by"
             " hand. They are neither weighed nor scaled as the window's are. Hand the loss to `self.accumulate(loss)`"

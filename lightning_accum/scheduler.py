@@ -200,7 +200,8 @@ class AccumulationScheduler(Callback):
     def _end(self, trainer: Trainer, module: LightningModule) -> None:
         self._flags.give_back(trainer)
         seams.unshadow(trainer.strategy, "block_backward_sync")
-        seams.unshadow(module, "on_validation_model_zero_grad")
+        for hook in ("on_validation_model_zero_grad", "configure_gradient_clipping"):
+            seams.unshadow(module, hook)
         self.gradients.end()
         if isinstance(module, WindowOwner):
             module._accumulation_end()
