@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum import checks, plan, seams
+from lightning_accum import advice, checks, plan, seams
 from lightning_accum.arguments import as_weight
 from lightning_accum.automatic import AutomaticWindow
 from lightning_accum.flags import TrainerFlags
@@ -83,6 +83,7 @@ class AccumulationScheduler(Callback):
         self._backward = checks.FirstBackward(self.schedule)
         self._flags = TrainerFlags()
         self._restored: dict[str, Any] | None = None
+        self._if_unweighted: str | None = None  # to be told if nobody says what a micro-batch weighs
 
     # In the order of a run
 
@@ -110,7 +111,7 @@ class AccumulationScheduler(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         checks.refuse_float32_over_ranks(trainer, self.gradients.in_float32)
         checks.refuse_closure_optimizers(trainer.optimizers, self.schedule, not pl_module.automatic_optimization)
-        checks.warn_of_low_precision(trainer.optimizers, self.schedule, self.gradients.in_float32)
+        advice.warn_of_low_precision(trainer.optimizers, self.schedule, self.gradients.in_float32)
         self.gradients.start(trainer.optimizers)
         self._backward = checks.FirstBackward(self.schedule)
 
@@ -127,7 +128,9 @@ class AccumulationScheduler(Callback):
             self._automatic.start(trainer, pl_module, self.ledger.optimizer(0))
             sync_first_backward(trainer)
         checks.refuse_unequal_loaders(trainer)
-        checks.warn_of_short_epochs(trainer, self.schedule)
+        advice.warn_of_short_epochs(trainer, self.schedule)
+        advice.warn_of_batch_norm(trainer, pl_module, self.schedule)
+        self._if_unweighted = advice.unequal_micro_batches(trainer, self.schedule)
         rank_zero_info(plan.arithmetic(trainer, self.schedule))
 
     @override
@@ -210,7 +213,12 @@ class AccumulationScheduler(Callback):
 
     def weigh(self, batch: Any, device: torch.device) -> Weight:
         """What the micro-batch weighs if nobody says it otherwise."""
-        return 1.0 if self.weight_fn is None else as_weight(self.weight_fn(batch), device, "weight_fn(batch)")
+        if self.weight_fn is not None:
+            return as_weight(self.weight_fn(batch), device, "weight_fn(batch)")
+        if self._if_unweighted is not None:
+            rank_zero_warn(self._if_unweighted)
+            self._if_unweighted = None
+        return 1.0
 
     def hide_flags(self, trainer: Trainer) -> None:
         """Take what Lightning's validator refuses in manual optimization, until ``setup``."""
