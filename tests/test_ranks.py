@@ -348,6 +348,7 @@ class ManualNormed(ManualRanked, Normed):
     pass
 
 
+@pytest.mark.filterwarnings("ignore:BatchNorm sees micro-batches of one rank")
 def test_buffers_are_broadcast_as_in_automatic_optimization() -> None:
     data = make_data([[3] * 8, [4] * 8])
     automatic = fit_on_ranks(Normed(data), callbacks=[AccumulationScheduler(2)])
