@@ -1,8 +1,10 @@
 """Gradient accumulation for PyTorch Lightning that gives the same update as the one big batch."""
 
 from lightning_accum.effective_step import EffectiveStep
+from lightning_accum.lr_scaling import LearningRateScaler
 from lightning_accum.mixin import AccumulationMixin
 from lightning_accum.monitor import AccumulationMonitor
+from lightning_accum.nonfinite import NonFiniteGuard
 from lightning_accum.plan import estimated_stepping_batches
 from lightning_accum.scheduler import AccumulationScheduler
 from lightning_accum.validation import ValidateEveryNSteps
@@ -14,6 +16,8 @@ __all__ = [
     "AccumulationMonitor",
     "AccumulationScheduler",
     "EffectiveStep",
+    "LearningRateScaler",
+    "NonFiniteGuard",
     "ValidateEveryNSteps",
     "estimated_stepping_batches",
 ]

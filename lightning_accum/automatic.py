@@ -33,6 +33,7 @@ class AutomaticWindow:
         self._weight: Weight = 1.0
         self._contributes = False
         self._step: precision.ScaledStep | None = None
+        self._is_taken = False
         self._is_awaited = False
 
     def start(self, trainer: Trainer, module: LightningModule, window: OptimizerWindow) -> None:
@@ -70,6 +71,7 @@ class AutomaticWindow:
     def before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
         """Make the window's gradient the weighted mean; it is unscaled by now, and not clipped yet."""
         self.window.has_closed = True
+        self._clip_what_is_left(module)
         scaler = precision.active_scaler(trainer) if self.window.micro_batches else None
         if scaler is not None:
             self._step = precision.ScaledStep(scaler, optimizer)
@@ -91,6 +93,17 @@ class AutomaticWindow:
         else:
             weight, contributions = sums(trainer, window.weight, window.micro_batches).tolist()
             window.settle(weight, window.loss, int(contributions))
+
+    def _clip_what_is_left(self, module: LightningModule) -> None:
+        """Leave out the clip if a hook before the step has taken the gradients away: torch's, by value, needs some."""
+        own_clip = module.configure_gradient_clipping
+
+        def own_clip_of_any(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self._is_taken = not any_gradient(optimizer)
+            if not self._is_taken:
+                own_clip(optimizer, *args, **kwargs)
+
+        seams.shadow_once(module, "configure_gradient_clipping", own_clip_of_any)
 
     def _step_for_lightning(self, module: LightningModule, scaler: GradScaler, optimizer: Optimizer) -> None:
         """Make the step that Lightning leaves out under a GradScaler where the window's last `training_step` gave None.
@@ -116,7 +129,7 @@ class AutomaticWindow:
     def close(self, trainer: Trainer, ledger: Ledger) -> EffectiveStep | None:
         """Count the window that this micro-batch has closed; what it reports, if it had any weight."""
         window, step = self.window, None
-        skipped = self._step.finish() if self._step is not None else False
+        skipped = (self._step is not None and self._step.finish()) or self._is_taken
         self._step = None
         if window.has_moved and self._is_awaited:
             loss = sums(trainer, window.loss)[0] / window.weight if trainer.world_size > 1 else window.mean_loss()

@@ -11,7 +11,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_accum import seams
 from lightning_accum.gradients import parameters
-from lightning_accum.precision import LOW_PRECISION
 from lightning_accum.ranks import agree
 from lightning_accum.schedule import Schedule
 
@@ -145,16 +144,6 @@ def refuse_closure_optimizers(optimizers: list[Optimizer], schedule: Schedule, m
             )
 
 
-def warn_of_short_epochs(trainer: Trainer, schedule: Schedule) -> None:
-    """A factor that no epoch has the micro-batches for: windows do not go on in the next epoch."""
-    batches = trainer.num_training_batches
-    if schedule.largest_factor > batches > 0:
-        rank_zero_warn(
-            f"The accumulation factor {schedule.largest_factor} is larger than an epoch, which has {batches}"
-            " micro-batch(es): a window ends with its epoch, and steps with the mean over what it holds."
-        )
-
-
 def warn_of_dropped_window(micro_batches: int) -> None:
     """A window that the loop has left open, where only the mixin can step."""
     rank_zero_warn(
@@ -179,16 +168,6 @@ def warn_of_plain_loader(trainer: Trainer) -> None:
             f"The fit resumes after {seams.ready_batches(trainer)} micro-batches of an epoch, but its loader begins"
             " anew: it gives some micro-batches again and leaves others out. Everything else goes on exactly. Give it"
             " `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader has, or save at an epoch's end."
-        )
-
-
-def warn_of_low_precision(optimizers: list[Optimizer], schedule: Schedule, in_float32: bool) -> None:
-    """A long sum in bf16 or fp16 loses what is small against it; from 64 micro-batches on that is seen in training."""
-    dtypes = {p.dtype for optimizer in optimizers for p in parameters(optimizer) if p.dtype in LOW_PRECISION}
-    if dtypes and schedule.largest_factor >= 64 and not in_float32:
-        rank_zero_warn(
-            f"Windows of {schedule.largest_factor} micro-batches are summed in {', '.join(map(str, dtypes))}, where"
-            " small contributions get lost. `AccumulationScheduler(..., accumulate_in_float32=True)` sums in float32."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +26,21 @@ def trainable(optimizer: Optimizer) -> Iterable[Tensor]:
 
 
 def any_gradient(optimizer: Optimizer) -> bool:
-    """Whether any of its parameters has a gradient."""
+    """Whether any of its parameters has a gradient; without one, a step moves nothing."""
     return any(parameter.grad is not None for parameter in parameters(optimizer))
+
+
+def are_finite(parameters: Iterable[Tensor]) -> Tensor:
+    """Whether their gradients hold neither inf nor NaN: a bool of shape ``()``; of shards, this rank's."""
+    gradients = (_held(parameter.grad) for parameter in parameters if parameter.grad is not None)
+    norms = torch._foreach_norm([held for held in gradients if held.numel()] or [torch.zeros(1)], torch.inf)
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().all()
+
+
+def _held(gradient: Any) -> Tensor:
+    """The numbers that this rank holds of a sharded gradient, or that a sparse one has stored."""
+    local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return local._values() if local.is_sparse else local
 
 
 def scale(optimizer: Optimizer, factor: Weight) -> None:

@@ -200,12 +200,16 @@ class AccumulationMixin(FitLifeCycle):
         hook sees the unclipped gradient and needs no ``super()`` call.
 
         Returns:
-            Whether a GradScaler has skipped the update.
+            Whether nothing has moved: a GradScaler has skipped the update, or a hook has taken the gradients away.
         """
-        own_hook, trainer = self.on_before_optimizer_step, state.trainer
+        own_hook, trainer, is_taken = self.on_before_optimizer_step, state.trainer, False
 
         def own_hook_then_clip(optimizer: Optimizer) -> None:
+            nonlocal is_taken
             own_hook(optimizer)
+            is_taken = not any_gradient(optimizer)
+            if is_taken:
+                return
             self.configure_gradient_clipping(
                 optimizer,
                 gradient_clip_val=trainer.gradient_clip_val,
@@ -219,9 +223,9 @@ class AccumulationMixin(FitLifeCycle):
         with without_autocast(self.device), clipping, state.raw_steps.ours():
             optimizer.step()
         if scaled_step is None:
-            return False
+            return is_taken
         self._follow_scale(state, scaled_step.ratio)
-        return scaled_step.finish()
+        return scaled_step.finish() or is_taken
 
     def _follow_scale(self, state: FitState, ratio: Tensor) -> None:
         """Keep the windows that are open for other optimizers right: their gradients carry the scale of before."""

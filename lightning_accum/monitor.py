@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -33,7 +32,8 @@ class AccumulationMonitor(Callback):
       hold fewer); left out, as ``accumulation/samples``, where the loader does not tell its batch size;
     - ``accumulation/effective_step``: windows closed so far, this one included;
     - ``accumulation/samples``: samples seen so far, on all ranks;
-    - ``accumulation/lr``: the learning rate of this step, of the first optimizer's first parameter group.
+    - ``accumulation/lr``: the learning rate of this step, of the first optimizer's first parameter group; left to a
+      `LearningRateScaler`, if there is one.
 
     Args:
         prog_bar: whether the progress bar shows ``effective_step`` (windows closed so far), ``micro_batch`` and
@@ -53,16 +53,17 @@ class AccumulationMonitor(Callback):
         self._samples = 0
         self._last_index = -1
         self._lr: Any = None
+        self._logs_lr = True
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and not plan.is_scheduled(trainer):
-            raise MisconfigurationException(
-                "AccumulationMonitor found nothing to monitor. Add an AccumulationScheduler to the callbacks, or make"
-                f" `class {type(pl_module).__name__}(AccumulationMixin, LightningModule)`."
-            )
-        if stage == "fit" and trainer.global_step == 0:
+        if stage != "fit":
+            return
+        plan.require_scheduler(trainer, pl_module, self)
+        if trainer.global_step == 0:
             self._samples = 0
+        others = seams.callbacks(trainer)
+        self._logs_lr = not any(getattr(callback, "logs_learning_rate", False) for callback in others)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -87,20 +88,16 @@ class AccumulationMonitor(Callback):
         self._last_index = step.index
         window = current_window(trainer)
         in_window = samples(trainer, window.opened_at, seams.ready_batches(trainer))
-        if not seams.logs_now(trainer):
-            return
-        schedule = plan.schedule_of(trainer)
         metrics: dict[str, Any] = {
-            "accumulation/factor": schedule.factor(epoch=trainer.current_epoch, effective_step=step.index),
+            "accumulation/factor": plan.scheduled_factor(trainer),
             "accumulation/effective_step": step.index + 1,
         }
         if in_window is not None:
             metrics["accumulation/effective_batch_size"] = in_window
             metrics["accumulation/samples"] = self._samples
-        if self._lr is not None:
-            metrics["accumulation/lr"] = float(self._lr)
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=seams.logger_step(trainer))
+        if self._lr is not None and self._logs_lr:
+            metrics["accumulation/lr"] = self._lr
+        seams.log_metrics(trainer, metrics)
 
     @override
     def on_train_batch_end(

@@ -12,9 +12,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_accum import seams
 from lightning_accum.loader import micro_batch_size
 from lightning_accum.schedule import Schedule
+from lightning_accum.window import current_window
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 @dataclass(frozen=True)
@@ -97,14 +98,29 @@ def limits(trainer: Trainer, num_optimizers: int = 1) -> tuple[float, float, flo
     return trainer.num_training_batches, epochs, max_windows
 
 
-def is_scheduled(trainer: Trainer) -> bool:
-    """Whether an AccumulationScheduler is among the callbacks; the mixin attaches one."""
-    return _scheduled(trainer) is not None
+def require_scheduler(trainer: Trainer, module: LightningModule, callback: Callback) -> None:
+    """Refuse a callback that works for an AccumulationScheduler where there is none; the mixin attaches one."""
+    if _scheduled(trainer) is None:
+        raise MisconfigurationException(
+            f"{type(callback).__name__} found no accumulation in this fit. Add an AccumulationScheduler to the"
+            f" callbacks, or make `class {type(module).__name__}(AccumulationMixin, LightningModule)`."
+        )
 
 
 def schedule_of(trainer: Trainer) -> Schedule:
     """The AccumulationScheduler's schedule, or the Trainer's constant factor."""
     return _scheduled(trainer) or Schedule.parse(int(trainer.accumulate_grad_batches))
+
+
+def scheduled_factor(trainer: Trainer) -> int:
+    """The factor that the present window was opened with; an epoch's last one may hold fewer micro-batches."""
+    step = current_window(trainer).index
+    return schedule_of(trainer).factor(epoch=trainer.current_epoch, effective_step=step)
+
+
+def batch_growth(trainer: Trainer) -> float:
+    """The present effective batch size over that at epoch and step 0, also in a resumed fit, as scheduled."""
+    return scheduled_factor(trainer) / schedule_of(trainer).factor_at(0)
 
 
 def _scheduled(trainer: Trainer) -> Schedule | None:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum import checks, effective_step, pending, plan, seams
+from lightning_accum import advice, checks, effective_step, pending, plan, seams
 from lightning_accum.arguments import as_weight
 from lightning_accum.automatic import AutomaticWindow
 from lightning_accum.flags import TrainerFlags
@@ -90,6 +90,7 @@ class AccumulationScheduler(Callback):
         self._flags = TrainerFlags()
         self._restored: dict[str, Any] | None = None
         self._has_failed = False
+        self._if_unweighted: str | None = None  # to be told if nobody says what a micro-batch weighs
 
     # In the order of a run
 
@@ -118,7 +119,7 @@ class AccumulationScheduler(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         checks.refuse_float32_over_ranks(trainer, self.gradients.in_float32)
         checks.refuse_closure_optimizers(trainer.optimizers, self.schedule, not pl_module.automatic_optimization)
-        checks.warn_of_low_precision(trainer.optimizers, self.schedule, self.gradients.in_float32)
+        advice.warn_of_low_precision(trainer.optimizers, self.schedule, self.gradients.in_float32)
         self.gradients.start(trainer.optimizers)
         self._backward = checks.FirstBackward(self.schedule)
 
@@ -137,7 +138,9 @@ class AccumulationScheduler(Callback):
             pl_module._accumulation_start()
         checks.refuse_unequal_loaders(trainer)
         checks.warn_of_plain_loader(trainer)
-        checks.warn_of_short_epochs(trainer, self.schedule)
+        advice.warn_of_short_epochs(trainer, self.schedule)
+        advice.warn_of_batch_norm(trainer, pl_module, self.schedule)
+        self._if_unweighted = advice.unequal_micro_batches(trainer, self.schedule)
         rank_zero_info(plan.arithmetic(trainer, self.schedule))
 
     @override
@@ -223,7 +226,8 @@ class AccumulationScheduler(Callback):
     def _end(self, trainer: Trainer, module: LightningModule) -> None:
         self._flags.give_back(trainer)
         seams.unshadow(trainer.strategy, "block_backward_sync")
-        seams.unshadow(module, "on_validation_model_zero_grad")
+        for hook in ("on_validation_model_zero_grad", "configure_gradient_clipping"):
+            seams.unshadow(module, hook)
         self.gradients.release()
         if isinstance(module, WindowOwner):
             module._accumulation_end()
@@ -232,7 +236,12 @@ class AccumulationScheduler(Callback):
 
     def weigh(self, batch: Any, device: torch.device) -> Weight:
         """What the micro-batch weighs if nobody says it otherwise."""
-        return 1.0 if self.weight_fn is None else as_weight(self.weight_fn(batch), device, "weight_fn(batch)")
+        if self.weight_fn is not None:
+            return as_weight(self.weight_fn(batch), device, "weight_fn(batch)")
+        if self._if_unweighted is not None:
+            rank_zero_warn(self._if_unweighted)
+            self._if_unweighted = None
+        return 1.0
 
     def hide_flags(self, trainer: Trainer) -> None:
         """Take what Lightning's validator refuses in manual optimization, until ``setup``."""

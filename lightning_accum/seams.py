@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -97,6 +98,14 @@ def advance_logger_step(trainer: Trainer) -> None:
 def logs_now(trainer: Trainer) -> bool:
     """Whether a step metric is due, by ``log_every_n_steps``."""
     return trainer._logger_connector.should_update_logs
+
+
+def log_metrics(trainer: Trainer, metrics: dict[str, Any]) -> None:
+    """Write to all loggers, at the same x as ``self.log``, if a step metric is due; tensors are read only then."""
+    if logs_now(trainer):
+        scalars = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=logger_step(trainer))
 
 
 @contextmanager

@@ -57,7 +57,8 @@ class ValidateEveryNSteps(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        _refuse(trainer, pl_module, self.n)
+        plan.require_scheduler(trainer, pl_module, self)
+        _refuse_second_interval(trainer, self.n)
         self._begun = self._done = 0
         if trainer.fast_dev_run or not trainer.enable_validation:  # type: ignore[attr-defined]
             return
@@ -144,12 +145,7 @@ class WhereDue(int):
         return window.index + 1 if window.is_closed and ends else 0
 
 
-def _refuse(trainer: Trainer, module: LightningModule, n: int) -> None:
-    if not plan.is_scheduled(trainer):
-        raise MisconfigurationException(
-            f"`ValidateEveryNSteps({n})` found no effective steps to count. Add an AccumulationScheduler to the"
-            f" callbacks, or make `class {type(module).__name__}(AccumulationMixin, LightningModule)`."
-        )
+def _refuse_second_interval(trainer: Trainer, n: int) -> None:
     interval, epochs = seams.validation_interval(trainer), trainer.check_val_every_n_epoch
     if not isinstance(interval, float) or (interval, epochs) != (1.0, 1):
         raise MisconfigurationException(

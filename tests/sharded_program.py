@@ -17,18 +17,29 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from helpers import as_given, item_losses, make_batches, make_net, make_trainer
-from lightning import LightningModule
+from lightning import Callback, LightningModule
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_accum import AccumulationMixin, AccumulationScheduler, EffectiveStep
+from lightning_accum import AccumulationMixin, AccumulationScheduler, EffectiveStep, NonFiniteGuard
 
 SIZES = [[1, 5, 2, 4, 3, 1], [7, 1, 1, 2, 6, 9]]  # of each rank's micro-batches; in windows of 4 and 2
 WITHOUT_WEIGHT = [(0, 1), (1, 3), (0, 5)]  # (rank, batch index) where the variant "weight 0" contributes nothing
 CLIP = 0.5
 # (rank, batch index) where there is no backward, which is an error
 MISSING = {"inside": [(0, 1), (1, 1)], "at the end": [(0, 3), (1, 3)], "of one rank": [(0, 1)]}
+
+
+class SpoilsAShard(Callback):
+    """Makes what rank 1 holds of the first window's gradient NaN."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_rank == 1 and pl_module.effective_step == 0:
+            for parameter in pl_module.parameters():
+                if parameter.grad is not None:
+                    getattr(parameter.grad, "to_local", lambda grad=parameter.grad: grad)().fill_(float("nan"))
+
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -108,7 +119,9 @@ class Sharded(AccumulationMixin, LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def fit(fsdp1: bool, sync_each: bool = False, without: str = "", dtype: Any = None, **flags: Any) -> Sharded:
+def fit(
+    fsdp1: bool, sync_each: bool = False, without: str = "", dtype: Any = None, callbacks: Any = (), **flags: Any
+) -> Sharded:
     module = Sharded(without, dtype or torch.float64, fsdp1)
     if fsdp1:
         strategy: Any = FSDPStrategy(auto_wrap_policy={nn.Linear}, use_orig_params=True)
@@ -124,7 +137,7 @@ def fit(fsdp1: bool, sync_each: bool = False, without: str = "", dtype: Any = No
         devices=2,
         accelerator="gpu" if fsdp1 else "cpu",
         use_distributed_sampler=False,
-        callbacks=[AccumulationScheduler(4, sync_each_micro_batch=sync_each)],
+        callbacks=[AccumulationScheduler(4, sync_each_micro_batch=sync_each), *callbacks],
         **flags,
     ).fit(module)
     return module
@@ -142,6 +155,12 @@ def main(out: Path, fsdp1: bool) -> None:
             "steps": module.steps,
             "reductions": module.reductions,
         }
+    module = fit(fsdp1, callbacks=[SpoilsAShard(), NonFiniteGuard("skip")])
+    seen["spoilt, skip"] = {"weights": module.weights, "skipped": [step[3] for step in module.steps]}
+    try:
+        fit(fsdp1, without="weight", callbacks=[SpoilsAShard(), NonFiniteGuard("raise")])
+    except RuntimeError as error:
+        seen["spoilt, raise"] = str(error)
     for without in ("inside", "at the end"):
         try:
             fit(fsdp1, without=without)

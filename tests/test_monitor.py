@@ -330,7 +330,7 @@ def test_without_prog_bar_the_bar_shows_nothing_of_it(door: type[Bar]) -> None:
 
 def test_it_is_refused_where_nothing_accumulates() -> None:
     trainer = make_trainer(accumulate_grad_batches=4, callbacks=[AccumulationMonitor()])
-    message = r"nothing to monitor\. Add an AccumulationScheduler.*`class Toy\(AccumulationMixin, LightningModule\)`"
+    message = r"found no accumulation in this fit\. Add.*Scheduler.*`class Toy\(AccumulationMixin, LightningModule\)`"
     with pytest.raises(MisconfigurationException, match=message):
         trainer.fit(Toy(), ones(4))
     trainer.validate(Toy(), ones(1), verbose=False)

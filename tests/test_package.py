@@ -37,7 +37,7 @@ def test_all_names_every_public_attribute() -> None:
 def test_public_names_are_those_that_were_promised() -> None:
     assert {
         *("AccumulationMixin", "AccumulationMonitor", "AccumulationScheduler", "EffectiveStep"),
-        "estimated_stepping_batches",
+        *("LearningRateScaler", "NonFiniteGuard", "estimated_stepping_batches"),
     } <= set(lightning_accum.__all__)
 
 
@@ -139,6 +139,12 @@ OF_A_FIT = {"scheduler", "mixin", "module_fit", "automatic", "ledger", "flags"}
         pytest.param("monitor", {"scheduler", "mixin", "module_fit", "automatic", "ledger", "flags"}, id="monitor"),
         pytest.param(
             "validation", {"scheduler", "mixin", "module_fit", "automatic", "ledger", "flags"}, id="validation"
+        ),
+        pytest.param(
+            "lr_scaling", {"scheduler", "mixin", "module_fit", "automatic", "monitor", "nonfinite"}, id="lr_scaling"
+        ),
+        pytest.param(
+            "nonfinite", {"scheduler", "mixin", "module_fit", "automatic", "monitor", "lr_scaling"}, id="nonfinite"
         ),
         pytest.param("plan", {"scheduler", "mixin", "module_fit"}, id="plan"),
         pytest.param("scheduler", {"mixin", "module_fit", "monitor", "lr_schedulers"}, id="scheduler"),

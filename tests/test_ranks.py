@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.multiprocessing import ProcessRaisedException
 
-from lightning_accum import AccumulationMixin, AccumulationMonitor, AccumulationScheduler, EffectiveStep
+from lightning_accum import (
+    AccumulationMixin,
+    AccumulationMonitor,
+    AccumulationScheduler,
+    EffectiveStep,
+    NonFiniteGuard,
+)
 
 Data = list[list[Any]]  # micro-batches of each rank: (x, y, weight), or None
 
@@ -316,6 +322,19 @@ def test_two_optimizers_that_are_toggled_make_the_whole_batchs_updates() -> None
     assert_equal_to(expected, ranks)
 
 
+# A gradient that is not finite
+
+
+@pytest.mark.parametrize("kind", [Ranked, ManualRanked], ids=["automatic", "mixin"])
+def test_all_ranks_skip_a_window_that_one_of_them_has_spoilt(kind: type[Ranked]) -> None:
+    data = make_data(EQUAL, weighted=False)
+    expected = oracle([of_rank[3:] for of_rank in data], 3)
+    data[1][1][1][0, 0] = float("inf")  # in the first of two windows
+    ranks = fit_on_ranks(kind(data), callbacks=[AccumulationScheduler(3), NonFiniteGuard("skip")])
+    assert_equal_to([flat(make_net()), *expected], ranks)
+    assert [[(step[0], step[3]) for step in rank["steps"]] for rank in ranks] == [[(0, True), (1, False)]] * 2
+
+
 # BatchNorm's buffers
 
 
@@ -329,6 +348,7 @@ class ManualNormed(ManualRanked, Normed):
     pass
 
 
+@pytest.mark.filterwarnings("ignore:BatchNorm sees micro-batches of one rank")
 def test_buffers_are_broadcast_as_in_automatic_optimization() -> None:
     data = make_data([[3] * 8, [4] * 8])
     automatic = fit_on_ranks(Normed(data), callbacks=[AccumulationScheduler(2)])

@@ -347,8 +347,9 @@ def test_weight_fn_makes_unequal_micro_batches_exact_before_the_clip(as_tensor: 
     torch.testing.assert_close(module.updates, expected, rtol=0, atol=1e-6 if clip else 1e-12)
 
 
+@pytest.mark.parametrize("clip", ["norm", "value"])
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
-def test_a_window_of_total_weight_0_moves_nothing_and_is_counted_as_skipped(as_tensor: bool) -> None:
+def test_a_window_of_total_weight_0_moves_nothing_and_is_counted_as_skipped(as_tensor: bool, clip: str) -> None:
     class Decayed(Toy):
         def configure_optimizers(self) -> Any:
             nn.init.ones_(self.w)
@@ -362,7 +363,8 @@ def test_a_window_of_total_weight_0_moves_nothing_and_is_counted_as_skipped(as_t
         return torch.tensor(weight) if as_tensor else weight
 
     module = Decayed()
-    make_trainer(callbacks=[scheduler, reports]).fit(module, ones(4))
+    flags = {"gradient_clip_val": 9.0, "gradient_clip_algorithm": clip}
+    make_trainer(callbacks=[scheduler, reports], **flags).fit(module, ones(4))
     assert module.weights[:3] == [1.0, 1.0, 1.0]
     assert module.weights[3] == pytest.approx(1 - 0.05 - 0.1)
     assert (scheduler.ledger.counters.effective_step, scheduler.ledger.counters.skipped_steps) == (2, 1)

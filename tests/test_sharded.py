@@ -97,6 +97,22 @@ def test_a_micro_batch_without_a_backward_is_an_error(ranks: list[Seen], where: 
         assert "ended without a backward" in rank[f"missing {where}"]
 
 
+def test_all_ranks_skip_a_window_whose_gradient_is_spoilt_in_the_shards_of_one(ranks: list[Seen]) -> None:
+    start = torch.cat([p.detach().reshape(-1) for p in make_net().parameters()])
+    for rank in ranks:
+        seen = rank["spoilt, skip"]
+        assert seen["skipped"] == [True, False]
+        assert torch.equal(seen["weights"][0], start)
+        assert not torch.equal(seen["weights"][1], start)
+        assert seen["weights"][1].isfinite().all()
+
+
+def test_each_rank_says_which_of_its_shards_are_spoilt(ranks: list[Seen]) -> None:
+    messages = [rank["spoilt, raise"] for rank in ranks]
+    assert "effective step 0 is inf or NaN in the part of another rank. Look" in messages[0]
+    assert "effective step 0 is inf or NaN in net.0.weight, net.0.bias" in messages[1]
+
+
 def test_a_missing_backward_of_one_rank_ends_the_program_of_all(ranks: list[Seen]) -> None:
     assert ranks[0]["code"] != 0
     assert "[rank0]: RuntimeError: A micro-batch ended without a backward" in ranks[0]["printed"]

@@ -238,6 +238,7 @@ def test_b92_the_same_as_the_large_batch(row: str, door: str, sizes: tuple[int, 
 
 @pytest.mark.parametrize("row", DIFFERENT)
 @pytest.mark.parametrize("door", SCHEDULED)
+@pytest.mark.filterwarnings("ignore:BatchNorm sees micro-batches")
 def test_b92_not_the_same_as_the_large_batch(row: str, door: str) -> None:
     assert difference(door, **DIFFERENT[row], sizes=(8,)) < 1e-10
     assert difference(door, **DIFFERENT[row], sizes=(4, 4)) > 1e-2
