@@ -1,6 +1,7 @@
 """Gradient accumulation for PyTorch Lightning that gives the same update as the one big batch."""
 
 from lightning_accum.effective_step import EffectiveStep
+from lightning_accum.equivalence import EquivalenceReport, check_equivalence
 from lightning_accum.mixin import AccumulationMixin
 from lightning_accum.monitor import AccumulationMonitor
 from lightning_accum.plan import estimated_stepping_batches
@@ -13,5 +14,7 @@ __all__ = [
     "AccumulationMonitor",
     "AccumulationScheduler",
     "EffectiveStep",
+    "EquivalenceReport",
+    "check_equivalence",
     "estimated_stepping_batches",
 ]
