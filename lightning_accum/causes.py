@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from lightning_accum.trial import Outcome, Suspect, Trial
+from lightning_accum.trial import Outcome, Shares, Suspect, Trial
 
 Kind = Literal["random draws", "batch statistics", "sum", "weights", "coupled items"]
 
@@ -17,7 +17,8 @@ _ADVICE: dict[Kind, str] = {
     "random draws": "every micro-batch draws anew; the expected gradient is right, and no accumulation can do more",
     "batch statistics": "computed per micro-batch, or carried on from one to the next: take GroupNorm, or eval mode",
     "sum": "the loss grows with the number of items: return its mean, or (loss / n, n)",
-    "weights": "a micro-batch's loss is a mean over {least:.3f} to {most:.3f} of the items: return (loss, items)",
+    "weights": "losses are means over {:.3f} to {:.3f} of the batch: return (loss, number of items);"
+    " without any, (loss, 0)",
     "coupled items": "the loss compares or pools items: that part needs the whole batch at once (gradient caching)",
 }
 
@@ -65,16 +66,15 @@ def find_causes(trial: Trial, first: Outcome, tolerance: float) -> tuple[Cause, 
         if is_cause:
             causes.append(Cause(suspect.kind, suspect.where, _ADVICE[suspect.kind]))
     if kind is not None:
-        causes.append(Cause(kind, (), _ADVICE[kind].format(least=min(shares), most=max(shares))))
+        causes.append(Cause(kind, (), _ADVICE[kind].format(*_range(shares))))
     return tuple(causes)
 
 
-def _reading(trial: Trial, clean: Outcome, tolerance: float) -> tuple[Kind | None, list[float]]:
+def _reading(trial: Trial, clean: Outcome, tolerance: float) -> tuple[Kind | None, Shares]:
     """What is wrong with the loss, and the shares of the pieces that put it right."""
-    as_sum = [1.0] * len(clean.parts)
-    readings: list[tuple[Kind | None, list[float] | None]] = [
+    readings: list[tuple[Kind | None, Shares | None]] = [
         (None, clean.shares),
-        ("sum", as_sum),
+        ("sum", [1.0] * len(clean.parts)),
         ("weights", _solve(clean, tolerance)),
     ]
     for kind, shares in readings:
@@ -83,7 +83,7 @@ def _reading(trial: Trial, clean: Outcome, tolerance: float) -> tuple[Kind | Non
     return "coupled items", clean.shares
 
 
-def _solve(clean: Outcome, tolerance: float) -> list[float] | None:
+def _solve(clean: Outcome, tolerance: float) -> Shares | None:
     """Shares that make the sum of the pieces' gradients the whole one, if they can be those of a weighted mean.
 
     As many equations as parameters: were there fewer than pieces, shares would be found for any loss. Nothing in them
@@ -97,10 +97,8 @@ def _solve(clean: Outcome, tolerance: float) -> list[float] | None:
     solved = torch.linalg.lstsq(columns, (clean.whole / scale)[:, None], driver="gelsd").solution[:, 0]
     if solved.min() < -tolerance or abs(solved.sum() - 1) > tolerance:
         return None
-    shares = [0.0] * len(clean.parts)
-    for i, share in zip(finite, solved.clamp(min=0).tolist(), strict=True):
-        shares[i] = share
-    return shares
+    found = dict(zip(finite, solved.clamp(min=0).tolist(), strict=True))
+    return [found.get(i) for i in range(len(clean.parts))]
 
 
 def _has_effect(trial: Trial, suspect: Suspect, left: Outcome, clean: Outcome, tolerance: float) -> bool:
@@ -116,3 +114,8 @@ def _has_effect(trial: Trial, suspect: Suspect, left: Outcome, clean: Outcome, t
 def _differ(outcome: Outcome, name: str, tolerance: float) -> bool:
     at_once, in_pieces = outcome.outputs.get(name, (0.0, 0.0))
     return abs(at_once - in_pieces) > tolerance * abs(at_once)
+
+
+def _range(shares: Shares) -> tuple[float, float]:
+    counted = [share or 0.0 for share in shares]
+    return min(counted), max(counted)

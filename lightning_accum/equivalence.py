@@ -64,8 +64,10 @@ def check_equivalence(
 
     It works on a copy in float64, where there can be one; else in the model's own precision. Layers that draw random
     numbers are switched off, layers that keep statistics put in eval mode, the loss read as a sum or with other
-    weights. A cause is what brings the error back when it alone is left. The model, its gradients, buffers and modes,
-    and torch's random generators are as before. Modes count: check it in train mode.
+    weights. A cause is what brings the error back when it alone is left; looking for them costs two more passes of the
+    batch for each class of such layers. Weights are found where there are more parameters than micro-batches. The
+    model, its gradients, buffers and modes, and torch's random generators are as before. Check it in the mode that it
+    trains in.
 
     Args:
         model: any module on any device; a LightningModule needs no Trainer.

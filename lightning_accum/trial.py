@@ -19,6 +19,9 @@ from lightning_accum.split import pieces
 from lightning_accum.watch import Watch, untouched
 from lightning_accum.weighting import weighs_nothing
 
+# What each piece counts for in the accumulated gradient; None: it is left out, NaN and all.
+Shares = Sequence[float | None]
+
 # A parameter's error is relative to its own gradient, or to this share of the whole gradient if that is larger: what is
 # smaller may be 0 but for rounding, as of a bias in front of a BatchNorm.
 _NEGLIGIBLE = 1e-2
@@ -39,7 +42,7 @@ class Outcome:
     Args:
         whole: of the batch at once.
         parts: of the pieces.
-        shares: what each piece counts for in the accumulated gradient; together 1.
+        shares: by the weights that the loss came with, or by size; together 1.
         dtype: the coarsest that numbers were rounded to.
         suspects: who drew, or changed.
         outputs: of layers with buffers, the sums of the absolute outputs, at once and over the pieces.
@@ -96,10 +99,9 @@ class Trial:
             {name: (at_once.outputs[name], in_pieces.outputs[name]) for name in in_pieces.outputs},
         )
 
-    def errors(self, outcome: Outcome, shares: Sequence[float]) -> dict[str, float]:
+    def errors(self, outcome: Outcome, shares: Shares) -> dict[str, float]:
         """The relative error of the accumulated gradient, by parameter; of all parameters together as ""."""
-        # A piece that counts for nothing contributes nothing, not even its NaN.
-        counted = [part * share for part, share in zip(outcome.parts, shares, strict=True) if share]
+        counted = [part * share for part, share in zip(outcome.parts, shares, strict=True) if share is not None]
         difference = torch.stack(counted).sum(0) - outcome.whole
         floor = _NEGLIGIBLE * float(outcome.whole.norm())
         lengths = [parameter.numel() for parameter in self.parameters.values()]
@@ -109,7 +111,7 @@ class Trial:
         everything = ("", difference, outcome.whole)
         return {name: _ratio(wrong, right, floor) for name, wrong, right in (*by_parameter, everything)}
 
-    def error(self, outcome: Outcome, shares: Sequence[float]) -> float:
+    def error(self, outcome: Outcome, shares: Shares) -> float:
         """The largest of the errors."""
         return max(self.errors(outcome, shares).values())
 

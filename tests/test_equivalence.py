@@ -267,6 +267,22 @@ def test_a_micro_batch_without_items_that_weighs_0_contributes_nothing() -> None
     assert found(check(Transformer(), data, tokens)) == {("weights", ())}
 
 
+def test_a_tensor_weight_of_0_does_not_hide_a_loss_that_is_not_finite() -> None:
+    x, y = batch(16)
+    y[4:8] = -1  # the second of four
+
+    def masked(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        items = batch[1] >= 0
+        losses = F.cross_entropy(model(batch[0]), batch[1].clamp(min=0), reduction="none")
+        return (losses * items).sum() / items.sum(), items.sum()
+
+    report = check(mlp(), (x, y), masked)  # NaN * 0, as `accumulate` computes it too
+    assert report.max_relative_error == float("inf")
+    assert found(report) == {("weights", ())}
+    assert "0.000 to 0.333" in report.causes[0].advice
+    assert check(mlp(), (x, y), lambda model, batch: (masked(model, batch)[0], int((batch[1] >= 0).sum()))).equal
+
+
 # What is not, and why
 
 
@@ -371,7 +387,7 @@ def test_weights_are_not_blamed_for_coupled_items_in_a_tiny_model(features: int,
 def test_the_shares_that_would_be_right_are_told() -> None:
     (cause,) = check(Transformer(), ragged(), tokens).causes
     # 5 + 4 labels, 1 + 1, 3 + 5 and 2 + 1, of 22
-    assert f"{2 / 22:.3f} to {9 / 22:.3f} of the items" in cause.advice
+    assert f"{2 / 22:.3f} to {9 / 22:.3f} of the batch" in cause.advice
 
 
 # Precision
