@@ -1,6 +1,7 @@
 """Gradient accumulation for PyTorch Lightning that gives the same update as the one big batch."""
 
 from lightning_accum.effective_step import EffectiveStep
+from lightning_accum.equivalence import EquivalenceReport, check_equivalence
 from lightning_accum.lr_scaling import LearningRateScaler
 from lightning_accum.mixin import AccumulationMixin
 from lightning_accum.monitor import AccumulationMonitor
@@ -16,8 +17,10 @@ __all__ = [
     "AccumulationMonitor",
     "AccumulationScheduler",
     "EffectiveStep",
+    "EquivalenceReport",
     "LearningRateScaler",
     "NonFiniteGuard",
     "ValidateEveryNSteps",
+    "check_equivalence",
     "estimated_stepping_batches",
 ]

@@ -7,8 +7,11 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
@@ -16,6 +19,8 @@ import torch
 import yaml
 from cli_helpers import SHORT_NAME, run_cli, write_yaml
 from lightning.pytorch.cli import LightningCLI
+
+from lightning_accum import check_equivalence
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -84,14 +89,18 @@ def test_digits_are_learned_with_one_point_per_effective_step() -> None:
 # The same program and configuration with other command lines, in short
 
 
-@pytest.fixture(scope="module")
-def digits() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("digits", EXAMPLES / "digits.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def digits() -> ModuleType:
+    return load("digits")
 
 
 SHORT = ("--trainer.max_epochs=8", "--trainer.limit_train_batches=4", "--trainer.limit_val_batches=0")
@@ -142,3 +151,48 @@ def test_digits_repeat_exactly_from_the_printed_configuration(
     again = fit(digits, "--config", write_yaml(printed, "printed.yaml"))
     assert again.model.effective_step == first.model.effective_step == 26
     assert torch.equal(weights(again), weights(first))
+
+
+# The checker, on the losses that the examples' own `training_step` computes
+
+
+def handing(module_class: type[Any], nth: int = 0) -> tuple[torch.nn.Module, Callable[[Any, Any], Any]]:
+    """A module that notes what it hands to `accumulate`; and that, of the nth call, as the loss to check."""
+
+    class Handing(module_class):  # type: ignore[misc]
+        def accumulate(self, loss: torch.Tensor, *, weight: int, **options: Any) -> None:
+            self.handed.append((loss, weight))
+
+        def optimizers(self) -> Any:
+            return 2 * [SimpleNamespace(toggle_model=nullcontext)]
+
+    def loss_fn(module: Any, batch: Any) -> Any:
+        module.handed = []
+        module.training_step(batch, 0)
+        return module.handed[nth]
+
+    torch.manual_seed(0)
+    return Handing(), loss_fn
+
+
+def test_the_digits_model_accumulates_exactly(digits: ModuleType) -> None:
+    module, loss_fn = handing(digits.DigitsModel)
+    report = check_equivalence(module, next(iter(digits.DigitsData().train_dataloader())), loss_fn)
+    assert report.equal, str(report)
+    assert report.dtype == torch.float64
+
+
+@pytest.mark.parametrize("nth", [0, 1], ids=["generator", "discriminator"])
+def test_both_losses_of_the_gan_accumulate_exactly(nth: int) -> None:
+    module, loss_fn = handing(load("gan").Gan, nth)
+    report = check_equivalence(module, [torch.rand(64, 64), torch.randn(64, 16)], loss_fn)
+    assert report.equal, str(report)
+    assert report.dtype == torch.float32  # its loss is: `.float()`
+
+
+def test_the_regression_accumulates_exactly() -> None:
+    example = load("callback_only")  # the program, up to its end
+    batch = list(example.data[:50])
+    report = check_equivalence(example.Regression(), batch, lambda module, batch: module.training_step(batch, 0))
+    assert report.equal, str(report)
+    assert report.dtype == torch.float64

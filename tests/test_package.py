@@ -37,7 +37,13 @@ def test_all_names_every_public_attribute() -> None:
 def test_public_names_are_those_that_were_promised() -> None:
     assert {
         *("AccumulationMixin", "AccumulationMonitor", "AccumulationScheduler", "EffectiveStep"),
-        *("LearningRateScaler", "NonFiniteGuard", "estimated_stepping_batches"),
+        *(
+            "EquivalenceReport",
+            "LearningRateScaler",
+            "NonFiniteGuard",
+            "check_equivalence",
+            "estimated_stepping_batches",
+        ),
     } <= set(lightning_accum.__all__)
 
 
@@ -148,7 +154,8 @@ OF_A_FIT = {"scheduler", "mixin", "module_fit", "automatic", "ledger", "flags"}
         ),
         pytest.param("plan", {"scheduler", "mixin", "module_fit"}, id="plan"),
         pytest.param("scheduler", {"mixin", "module_fit", "monitor", "lr_schedulers"}, id="scheduler"),
-        pytest.param("mixin", {"monitor"}, id="mixin"),
+        pytest.param("mixin", {"monitor", "equivalence"}, id="mixin"),
+        pytest.param("equivalence", {"scheduler", "mixin", "module_fit"}, id="equivalence"),
     ],
 )
 def test_a_room_knows_nothing_of_those_above_it(room: str, foreign: set[str]) -> None:
@@ -157,6 +164,6 @@ def test_a_room_knows_nothing_of_those_above_it(room: str, foreign: set[str]) ->
     assert not reachable(room, graph) & foreign
 
 
-@pytest.mark.parametrize("room", ["schedule", "window", "weighting", "wrapping"])
+@pytest.mark.parametrize("room", ["schedule", "split", "watch", "weighting", "window", "wrapping"])
 def test_the_pure_rooms_import_no_other_room(room: str) -> None:
     assert imports()[room] == set()

@@ -45,3 +45,11 @@ def test_the_two_commands_are_there() -> None:
     run_job, run_tests = commands.splitlines()
     assert run_job.endswith("python examples/digits.py --config examples/digits.yaml")
     assert run_tests.endswith("&& pytest")  # what .ci/run looks for
+
+
+def test_the_report_that_is_shown_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = [block for block in blocks("python") if "check_equivalence" in block]
+    (shown,) = blocks("text")
+    torch.manual_seed(0)
+    exec(program, {})
+    assert capsys.readouterr().out == shown
