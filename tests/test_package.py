@@ -36,14 +36,9 @@ def test_all_names_every_public_attribute() -> None:
 
 def test_public_names_are_those_that_were_promised() -> None:
     assert {
-        *("AccumulationMixin", "AccumulationMonitor", "AccumulationScheduler", "EffectiveStep"),
-        *(
-            "EquivalenceReport",
-            "LearningRateScaler",
-            "NonFiniteGuard",
-            "check_equivalence",
-            "estimated_stepping_batches",
-        ),
+        *("AccumulationMixin", "AccumulationMonitor", "AccumulationScheduler", "EffectiveStep", "EquivalenceReport"),
+        *("LearningRateScaler", "NonFiniteGuard", "ValidateEveryNSteps"),
+        *("check_equivalence", "estimated_stepping_batches"),
     } <= set(lightning_accum.__all__)
 
 
