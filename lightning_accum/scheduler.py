@@ -207,9 +207,9 @@ class AccumulationScheduler(Callback):
 
     # For the mixin
 
-    def weigh(self, batch: Any, device: torch.device) -> Weight:
+    def weigh(self, batch: Any, device: torch.device, default: float = 1.0) -> Weight:
         """What the micro-batch weighs if nobody says it otherwise."""
-        return 1.0 if self.weight_fn is None else as_weight(self.weight_fn(batch), device, "weight_fn(batch)")
+        return default if self.weight_fn is None else as_weight(self.weight_fn(batch), device, "weight_fn(batch)")
 
     def hide_flags(self, trainer: Trainer) -> None:
         """Take what Lightning's validator refuses in manual optimization, until ``setup``."""

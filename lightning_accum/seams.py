@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -57,6 +59,15 @@ def advance_logger_step(trainer: Trainer) -> None:
 def logs_now(trainer: Trainer) -> bool:
     """Whether a step metric is due, by ``log_every_n_steps``."""
     return trainer._logger_connector.should_update_logs
+
+
+def remember_rng() -> Callable[[], None]:
+    """Keep the random states of torch, its CUDA devices, numpy and Python; what is returned puts them back.
+
+    Fact: `isolate_rng`, Lightning's public way, puts them back in any case.
+    """
+    states = _collect_rng_states()
+    return lambda: _set_rng_states(states)
 
 
 @contextmanager

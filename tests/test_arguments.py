@@ -38,7 +38,9 @@ def test_no_optimizer_among_several_is_refused_with_the_call_to_make() -> None:
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_foreign_optimizer_is_refused(number: int) -> None:
-    with pytest.raises(ValueError, match=r"`accumulate\(optimizer=SGD\)`: not one of.*Take it from `self\.optimizers"):
+    with pytest.raises(
+        ValueError, match=r"`accumulate\(loss, optimizer=SGD\)`: not one of.*Take it from `self\.optimizers"
+    ):
         optimizer_position(make_optimizers(1)[0], make_optimizers(number))
 
 
