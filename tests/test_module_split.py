@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections import UserDict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -33,6 +32,8 @@ from torch import Tensor, nn
 
 from lightning_accum import AccumulationMixin, AccumulationScheduler, EffectiveStep
 
+pytestmark = pytest.mark.usefixtures("quick_garbage_collection")
+
 Pair = namedtuple("Pair", "x y")
 
 
@@ -52,14 +53,6 @@ PACKINGS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Batch
     "tensor": (lambda x, y: torch.cat([x, y], 1), lambda b: (b[:, :3], b[:, 3:])),
     "arrays": (lambda x, y: {"x": x.numpy(), "y": y.numpy()}, lambda b: (torch.tensor(b["x"]), torch.tensor(b["y"]))),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_garbage_collection() -> Iterator[None]:
-    """Out of memory makes one; it need not look at all that was imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Split(AccumulationMixin, L.LightningModule):
