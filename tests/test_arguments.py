@@ -58,7 +58,7 @@ def test_a_loss_that_is_no_scalar_is_refused(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("loss", [torch.tensor(1.0), (torch.ones((), requires_grad=True) * 1).detach()])
 def test_a_loss_without_a_graph_is_refused(loss: Tensor) -> None:
-    with pytest.raises(RuntimeError, match=r"the loss has no graph.*call `accumulate\(None\)`"):
+    with pytest.raises(RuntimeError, match=r"the loss has no graph.*To contribute nothing, give None"):
         check_loss(loss)
 
 

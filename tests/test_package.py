@@ -44,6 +44,7 @@ def test_public_names_are_those_that_were_promised() -> None:
 DOCUMENTED = {
     **{name: getattr(lightning_accum, name) for name in lightning_accum.__all__},
     "AccumulationMixin.accumulate": lightning_accum.AccumulationMixin.accumulate,
+    "AccumulationMixin.accumulate_split": lightning_accum.AccumulationMixin.accumulate_split,
 }
 
 
@@ -145,6 +146,6 @@ def test_a_room_knows_nothing_of_those_above_it(room: str, foreign: set[str]) ->
     assert not reachable(room, graph) & foreign
 
 
-@pytest.mark.parametrize("room", ["schedule", "window", "weighting", "wrapping"])
+@pytest.mark.parametrize("room", ["schedule", "split", "window", "weighting", "wrapping"])
 def test_the_pure_rooms_import_no_other_room(room: str) -> None:
     assert imports()[room] == set()

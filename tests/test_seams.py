@@ -5,12 +5,14 @@ Modules and callbacks here are plain Lightning, so that nothing but Lightning is
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from helpers import ManualToy, Toy, Unsized, as_given, make_trainer, ones
@@ -521,3 +523,14 @@ def test_lightning_notes_the_running_hook_where_the_mixin_sets_it_directly() -> 
 
     make_trainer(accumulate_grad_batches=2).fit(Noted(), ones(10))
     assert names.count("_current_fx_name") > 10 * 10  # the most of what is set during a fit
+
+
+def test_random_states_are_put_back_when_asked_and_not_before() -> None:
+    def draws() -> list[float]:
+        return [torch.rand(()).item(), random.random(), np.random.rand()]
+
+    put_back = seams.remember_rng()
+    first, second = draws(), draws()
+    assert len({*first, *second}) == 6
+    put_back()
+    assert draws() == first
