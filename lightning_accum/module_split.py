@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
 from lightning_accum import seams
 from lightning_accum.arguments import check_loss, check_micro_batch_size
@@ -83,24 +84,15 @@ def contribute(
 
 def _contribute_what_fits(module: LightningModule, state: FitState, optimizer_idx: int, batch: SplitBatch) -> None:
     """Try, and halve the micro-batches until no rank runs out of memory; each try is of the batch as it came."""
-    optimizers, ranks, window = state.trainer.optimizers, state.ranks, state.scheduler.ledger.optimizer(optimizer_idx)
-    only_its_own = ranks.size == 1 and len(optimizers) > 1
+    ranks, window = state.ranks, state.scheduler.ledger.optimizer(optimizer_idx)
     ranks.prepare_for_retries()
     while True:
-        parameters = trainable(optimizers[optimizer_idx]) if only_its_own else module.parameters()
-        put_back = remember(module, window, state.scheduler.gradients, parameters)
+        put_back = remember(module, window, state.scheduler.gradients, _within_reach(module, state, optimizer_idx))
         total = batch.size
         sizes = equal_sizes(total, window.micro_batch_size or max(total, 1))
-        failed, error = inf, None
-        try:
-            # With several ranks the sync comes after they have agreed: nobody waits in it for one that has failed.
-            batch.contribute_all(sizes, closes=state.closes and ranks.size == 1)
-        except RuntimeError as caught:
-            if not is_out_of_memory(caught):
-                raise
-            failed = sizes[0]
-            error = caught if failed == 1 else None  # the traceback holds the graph
-        failed = ranks.least(failed)
+        # With several ranks the sync comes after they have agreed: nobody waits in it for one that has failed.
+        error = _try(batch, sizes, closes=state.closes and ranks.size == 1)
+        failed = ranks.least(inf if error is None else sizes[0])
         if failed == inf:
             return
         put_back()
@@ -110,9 +102,26 @@ def _contribute_what_fits(module: LightningModule, state: FitState, optimizer_id
         _tell(state.trainer, failed, window.micro_batch_size, optimizer_idx)
 
 
+def _within_reach(module: LightningModule, state: FitState, optimizer_idx: int) -> Iterable[Tensor]:
+    """Parameters whose gradients a backward may change."""
+    optimizers = state.trainer.optimizers
+    return trainable(optimizers[optimizer_idx]) if state.ranks.size == 1 < len(optimizers) else module.parameters()
+
+
+def _try(batch: SplitBatch, sizes: list[int], *, closes: bool) -> RuntimeError | None:
+    """The error, if memory ran out; a copy of it if there can be another try: its traceback holds the graph."""
+    try:
+        batch.contribute_all(sizes, closes=closes)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return error if sizes[0] == 1 else OutOfMemoryError(*error.args)
+    return None
+
+
 def _without_way_out(error: RuntimeError | None) -> RuntimeError:
-    """The error of a single item that does not fit; on the other ranks a new one."""
-    sentence = "This was one single item: `accumulate_split` cannot make the micro-batch smaller."
+    """The error where a single item does not fit; a new one on ranks that had memory for theirs."""
+    sentence = "One single item did not fit: `accumulate_split` cannot make the micro-batch smaller."
     if error is None:
         return OutOfMemoryError(f"Another rank ran out of memory. {sentence}")
     error.args = (f"{error} {sentence}",)  # `add_note` is of Python 3.11

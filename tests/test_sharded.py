@@ -97,6 +97,14 @@ def test_a_micro_batch_without_a_backward_is_an_error(ranks: list[Seen], where: 
         assert "ended without a backward" in rank[f"missing {where}"]
 
 
+def test_batches_split_into_different_numbers_of_pieces_are_an_error(ranks: list[Seen]) -> None:
+    assert all("different numbers of micro-batches" in rank["missing split unequally"] for rank in ranks)
+
+
+def test_auto_is_refused_with_sharded_parameters(ranks: list[Seen]) -> None:
+    assert all('size="auto")` with sharded parameters' in rank["missing split by auto"] for rank in ranks)
+
+
 def test_a_missing_backward_of_one_rank_ends_the_program_of_all(ranks: list[Seen]) -> None:
     assert ranks[0]["code"] != 0
     assert "[rank0]: RuntimeError: A micro-batch ended without a backward" in ranks[0]["printed"]
