@@ -44,9 +44,9 @@ class Net(AccumulationMixin, L.LightningModule):
         self.micro_batch_size = micro_batch_size
         self.losses: list[float] = []
         self.times: list[float] = []
-        convolutions = [layer for _ in range(4) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
+        layers = [layer for _ in range(3) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU())]
         head = (nn.AvgPool2d(8), nn.Flatten(), nn.Linear(288, 10))
-        self.net = nn.Sequential(nn.Upsample(48), nn.Conv2d(1, 8, 1), *convolutions, *head)
+        self.net = nn.Sequential(nn.Upsample(48), nn.Conv2d(1, 8, 1), *layers, *head)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         if self.micro_batch_size == "auto" and len(batch[0]) > PART:
@@ -63,7 +63,7 @@ class Net(AccumulationMixin, L.LightningModule):
             self.times.append(time.perf_counter())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
+        return torch.optim.Adam(self.parameters(), lr=0.005)
 
 
 def mebibytes() -> float:

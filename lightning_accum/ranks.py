@@ -115,7 +115,7 @@ class Ranks:
 
         Fact: with sharded parameters every backward gathers them, so that all ranks must make the same backwards.
         """
-        if self._must_sync_first or (self.size > 1 and not self._has_backward and self.is_sharded):
+        if self._must_sync_first or (self.size > 1 and not self._has_backward and self._is_sharded):
             self.zero_backward(self._module.parameters())
         self._has_backward = False
 
@@ -127,8 +127,7 @@ class Ranks:
         yield
 
     @cached_property
-    def is_sharded(self) -> bool:
-        """Whether parameters are, by FSDP or ``fully_shard``."""
+    def _is_sharded(self) -> bool:
         return isinstance(self._trainer.strategy.model, FullyShardedDataParallel) or bool(self._sharded_modules())
 
     def _sharded_modules(self) -> list[Any]:
@@ -136,7 +135,7 @@ class Ranks:
 
     def zero_backward(self, parameters: Iterable[Tensor]) -> None:
         """Take part in the window's synced backward with nothing: the gradients stay as they are, but for the sync."""
-        if self.is_sharded:
+        if self._is_sharded:
             raise RuntimeError(
                 "A micro-batch ended without a backward. Sharded parameters are gathered and reduced in every one, so"
                 " that the other ranks would wait for ever. Let every rank call `accumulate` with a finite loss at each"
@@ -149,7 +148,7 @@ class Ranks:
 
     def refuse_unequal_pieces(self, pieces: int) -> None:
         """With sharded parameters all ranks must make equally many forwards and backwards."""
-        if self.size > 1 and self.is_sharded and not agree(self._trainer, pieces):
+        if self.size > 1 and self._is_sharded and not agree(self._trainer, pieces):
             raise RuntimeError(
                 f"`accumulate_split(batch, ...)`: the ranks split their batches into different numbers of"
                 f" micro-batches, this one into {pieces}. Sharded parameters are gathered in each, so that some would"
@@ -173,7 +172,7 @@ class Ranks:
 
     @cached_property
     def _obstacle(self) -> str | None:
-        if self.is_sharded:
+        if self._is_sharded:
             return "sharded parameters"
         if any(isinstance(module, nn.SyncBatchNorm) for module in self._module.modules()):
             return "SyncBatchNorm"
