@@ -14,39 +14,50 @@ from lightning_accum.gradients import any_gradient
 from lightning_accum.weighting import Weight
 
 
-def optimizer_position(optimizer: Optimizer | LightningOptimizer | None, optimizers: list[Optimizer]) -> int:
-    """Where an optimizer stands in ``configure_optimizers``."""
+def optimizer_position(
+    optimizer: Optimizer | LightningOptimizer | None, optimizers: list[Optimizer], call: str = "accumulate(loss"
+) -> int:
+    """Where an optimizer stands in ``configure_optimizers``; ``call`` is how the user's own begins."""
     if optimizer is None:
         if len(optimizers) == 1:
             return 0
         raise ValueError(
-            f"`accumulate(loss)`: the module has {len(optimizers)} optimizers. Say whose window the loss is for:"
-            " `accumulate(loss, optimizer=self.optimizers()[0])`."
+            f"`{call})`: the module has {len(optimizers)} optimizers. Say whose window the loss is for:"
+            f" `{call}, optimizer=self.optimizers()[0])`."
         )
     unwrapped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
     for position, candidate in enumerate(optimizers):
         if candidate is unwrapped:
             return position
     raise ValueError(
-        f"`accumulate(optimizer={type(unwrapped).__name__})`: not one of the optimizers that `configure_optimizers`"
+        f"`{call}, optimizer={type(unwrapped).__name__})`: not one of the optimizers that `configure_optimizers`"
         " returned. Take it from `self.optimizers()`."
     )
 
 
-def check_loss(loss: object) -> None:
-    """A loss that a backward can be made from."""
+def check_loss(loss: object, given: str = "accumulate(loss)") -> None:
+    """A loss that a backward can be made from, and the user's words that gave it."""
     if not isinstance(loss, Tensor):
-        raise TypeError(f"`accumulate(loss)`: the loss must be a tensor of shape (), or None, got {loss!r}.")
+        raise TypeError(f"`{given}`: the loss must be a tensor of shape (), or None, got {loss!r}.")
     if loss.dim() != 0:
         raise ValueError(
-            f"`accumulate(loss)`: the loss must be a scalar of shape (), got {tuple(loss.shape)}. Take its mean, and"
+            f"`{given}`: the loss must be a scalar of shape (), got {tuple(loss.shape)}. Take its mean, and"
             " give how many items that is over as `weight`."
         )
     if not loss.requires_grad:
         raise RuntimeError(
-            "`accumulate(loss)`: the loss has no graph, nothing could be learned from it. Was it detached, or computed"
-            " under `torch.no_grad`? To contribute nothing, call `accumulate(None)`."
+            f"`{given}`: the loss has no graph, nothing could be learned from it. Was it detached, or computed under"
+            " `torch.no_grad`? To contribute nothing, give None."
         )
+
+
+def check_micro_batch_size(size: object) -> None:
+    """How many items a piece of a split batch may have."""
+    message = f'`accumulate_split(micro_batch_size={size!r})`: must be an int >= 1, or "auto".'
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise TypeError(message)
+    if size != "auto" and (isinstance(size, str) or size < 1):
+        raise ValueError(message)
 
 
 def check_no_gradients(optimizer: Optimizer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -95,6 +95,18 @@ class Float32Gradients:
         """Forget what was summed for the optimizer."""
         for parameter in parameters(optimizer):
             self.sums.pop(parameter, None)
+
+    def remember(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
+        """Keep what was summed for the parameters; what is returned puts it back."""
+        kept = {p: self.sums[p].clone() if p in self.sums else None for p in parameters}
+
+        def put_back() -> None:
+            for parameter, total in kept.items():
+                self.sums.pop(parameter, None)
+                if total is not None:
+                    self.sums[parameter] = total
+
+        return put_back
 
     def release(self) -> None:
         """Let the parameters accumulate as they did; the sums stay."""
@@ -197,6 +209,22 @@ class WindowGradients:
         self._mask.release()
         if self._float32 is not None:
             self._float32.release()
+
+    def remember(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
+        """Keep the gradients of an open window, if there are any; what is returned puts them back."""
+        kept = {p: None if p.grad is None else p.grad.clone() for p in parameters}
+        put_back_sums = None if self._float32 is None else self._float32.remember(kept)
+
+        def put_back() -> None:
+            for parameter, gradient in kept.items():
+                if gradient is None or parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad.copy_(gradient)  # in place: it may be a view of DDP's bucket
+            if put_back_sums is not None:
+                put_back_sums()
+
+        return put_back
 
     def end(self) -> None:
         """Forget the last fit."""

@@ -78,7 +78,7 @@ class Ledger:
             "effective_step": self.counters.effective_step,
             "skipped_steps": self.counters.skipped_steps,
             "window": None if window is None else [int(window), window.opened_at],
-            "optimizers": {i: [w.steps, w.reference] for i, w in self._optimizers.items()},
+            "optimizers": {i: [w.steps, w.reference, w.micro_batch_size] for i, w in self._optimizers.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -3,13 +3,15 @@
 A training step can be read from top to bottom: `_run_training_step` stands around the user's; `accumulate` finds the
 window that a loss is for; `_contribute` scales the loss and makes its backward; `_step` makes the optimizer step of a
 window that `_complete` has brought together; `_close_window` closes what was left open, and counts the window.
+`accumulate_split` hands the pieces of a batch to `_contribute`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -17,16 +19,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum import effective_step, gradients, seams
+from lightning_accum import effective_step, module_split, seams
 from lightning_accum.arguments import as_weight, check_loss, check_no_gradients, check_not_zeroed, optimizer_position
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients import any_gradient, parameters, trainable
-from lightning_accum.module_fit import FitLifeCycle, FitState
-from lightning_accum.precision import ScaledStep, active_scaler, real_divisor, without_autocast
+from lightning_accum.module_fit import FitState
+from lightning_accum.module_split import SplitBatch
+from lightning_accum.optimizer_step import OptimizerStep
+from lightning_accum.precision import real_divisor, without_autocast
 from lightning_accum.weighting import OptimizerWindow, weighs_nothing
 
 
-class AccumulationMixin(FitLifeCycle):
+class AccumulationMixin(OptimizerStep):
     """Accumulates gradients in manual optimization: hand each micro-batch's loss to `accumulate`.
 
     The first base class, before ``LightningModule``. The update is that of the one big batch: the gradient of the
@@ -105,30 +109,88 @@ class AccumulationMixin(FitLifeCycle):
             ValueError: a loss that is not a scalar; a negative or non-finite Python weight; an optimizer that is not
                 this module's, or none where there are several.
         """
-        state = self._accumulation
-        if state is None or not state.in_step:
-            raise RuntimeError(
-                "`accumulate` was called outside `training_step`. Call it in `training_step`, while `Trainer.fit` runs."
-            )
+        state, optimizer_idx = self._open_window("accumulate(loss", optimizer)
         if seams.skips_backward(state.trainer):
             return None
-        optimizer_idx = optimizer_position(optimizer, state.trainer.optimizers)
-        window = state.scheduler.ledger.optimizer(optimizer_idx)
-        if window.has_closed:
-            raise RuntimeError(
-                "`accumulate` was called again for an optimizer that has already stepped in this `training_step`."
-                " Give `more=True` to every call but the last."
-            )
         last = state.closes and not more
         if loss is not None:
-            self._contribute(state, window, loss, weight, optimizer_idx, last=last)
+            check_loss(loss)
+            self._contribute(state, optimizer_idx, loss, weight, last=last)
         return self._step(state, optimizer_idx, in_step=True) if last else None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def accumulate_split(
+        self,
+        batch: Any,
+        loss_fn: Callable[[Any], Any],
+        *,
+        micro_batch_size: int | Literal["auto"],
+        optimizer: Optimizer | LightningOptimizer | None = None,
+        batch_dim: int = 0,
+    ) -> EffectiveStep | None:
+        """Add one batch of the loader in several micro-batches, forward and backward one after the other.
+
+        Memory is needed for the activations of one of them. The sizes are as equal as possible. With a factor N the
+        window is of N batches.
+
+        Args:
+            batch: tensors, alone or nested in tuples, lists, mappings and dataclasses, of which each micro-batch gets
+                views; or an object with ``__len__`` and slicing. A module may define
+                ``slice_micro_batch(batch, start, stop)``, which cuts instead.
+            loss_fn: makes the loss of a micro-batch, or ``(loss, weight)``, as for `accumulate`. Without a weight it
+                weighs what the scheduler's ``weight_fn`` says of it, or else its size.
+            micro_batch_size: items in a micro-batch, at most. ``"auto"`` begins with the whole batch. When memory runs
+                out, all that the try has done is undone (gradients, random states, the module's buffers; not what
+                ``loss_fn`` does elsewhere), and the same batch is tried in halves. The size that fits is kept. Inside
+                a window this costs one more copy of the gradients. Every rank must make the same calls.
+            optimizer: whose window; needed only if there are several.
+            batch_dim: the tensors' batch dimension.
+
+        Returns:
+            What the window reports, if this call closed it with an optimizer step; else None.
+
+        Raises:
+            RuntimeError: as for `accumulate`; out of memory with one item.
+            TypeError: a batch without a batch dimension; a size that is not an int.
+            ValueError: a batch whose parts differ in size; a size below 1.
+            MisconfigurationException: ``"auto"`` where ranks wait for each other inside forward or backward.
+        """
+        state, optimizer_idx = self._open_window("accumulate_split(batch, loss_fn", optimizer)
+        if seams.skips_backward(state.trainer):
+            return None
+        contribute, slicer = partial(self._contribute, state, optimizer_idx), getattr(self, "slice_micro_batch", None)
+        split = SplitBatch(batch, loss_fn, batch_dim, slicer, state.scheduler.weigh, contribute)
+        module_split.contribute(self, state, optimizer_idx, split, micro_batch_size)
+        return self._step(state, optimizer_idx, in_step=True) if state.closes else None
+
+    def _open_window(self, call: str, optimizer: Optimizer | LightningOptimizer | None) -> tuple[FitState, int]:
+        """The running fit, and the position of the optimizer whose window a call is for."""
+        state, method = self._accumulation, call.split("(")[0]
+        if state is None or not state.in_step:
+            raise RuntimeError(
+                f"`{method}` was called outside `training_step`. Call it in `training_step`, while `Trainer.fit` runs."
+            )
+        optimizer_idx = optimizer_position(optimizer, state.trainer.optimizers, call)
+        if state.scheduler.ledger.optimizer(optimizer_idx).has_closed:
+            raise RuntimeError(
+                f"`{method}` was called again for an optimizer that has already stepped in this `training_step`."
+                " Give `more=True` to every call of `accumulate` but the last."
+            )
+        return state, optimizer_idx
+
     def _contribute(
-        self, state: FitState, window: OptimizerWindow, loss: Tensor, weight: Any, optimizer_idx: int, *, last: bool
+        self,
+        state: FitState,
+        optimizer_idx: int,
+        loss: Tensor,
+        weight: Any,
+        *,
+        last: bool,
+        pieces: int = 1,
+        is_first: bool = True,
     ) -> None:
         """Scale the loss to its part of the window, and make its backward; the window's last one is synced."""
-        check_loss(loss)
+        window = state.scheduler.ledger.optimizer(optimizer_idx)
         optimizers, scheduler, alone = state.trainer.optimizers, state.scheduler, state.ranks.size == 1
         if window.has_gradients:
             check_not_zeroed(optimizers[optimizer_idx])
@@ -136,8 +198,9 @@ class AccumulationMixin(FitLifeCycle):
             check_no_gradients(optimizers[optimizer_idx])
         weight = scheduler.weigh(state.batch, loss.device) if weight is None else as_weight(weight, loss.device)
         # Losses are divided beforehand so that fp16 stays in range; a sum in float32 does, and 1 is not rounded.
-        length = 1 if scheduler.gradients.in_float32 else int(state.trainer.accumulate_grad_batches)
-        window.add(weight, real_divisor(length, loss.dtype) if alone else length, alone=alone)
+        divisor = 1 if scheduler.gradients.in_float32 else int(state.trainer.accumulate_grad_batches) * pieces
+        length = (real_divisor(divisor, loss.dtype) if alone else divisor) / pieces
+        window.add(weight, length, alone=alone, pieces=pieces, is_first=is_first)
         if weighs_nothing(weight):
             return
         window.add_loss(loss, weight)
@@ -192,47 +255,6 @@ class AccumulationMixin(FitLifeCycle):
             window.clear()
             return False
         return True
-
-    def _step_optimizer(self, state: FitState, optimizer: LightningOptimizer) -> bool:
-        """Step through Lightning's wrapper: unscale, the hooks before the step, the module's own, the clip, the update.
-
-        The clip stands behind the module's own ``on_before_optimizer_step``, as in automatic optimization, so that the
-        hook sees the unclipped gradient and needs no ``super()`` call.
-
-        Returns:
-            Whether nothing has moved: a GradScaler has skipped the update, or a hook has taken the gradients away.
-        """
-        own_hook, trainer, is_taken = self.on_before_optimizer_step, state.trainer, False
-
-        def own_hook_then_clip(optimizer: Optimizer) -> None:
-            nonlocal is_taken
-            own_hook(optimizer)
-            is_taken = not any_gradient(optimizer)
-            if is_taken:
-                return
-            self.configure_gradient_clipping(
-                optimizer,
-                gradient_clip_val=trainer.gradient_clip_val,
-                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-            )
-
-        state.grad_norm = None
-        scaler = active_scaler(trainer)
-        scaled_step = None if scaler is None else ScaledStep(scaler, optimizer.optimizer)
-        clipping = seams.shadowed(self, "on_before_optimizer_step", own_hook_then_clip)
-        with without_autocast(self.device), clipping, state.raw_steps.ours():
-            optimizer.step()
-        if scaled_step is None:
-            return is_taken
-        self._follow_scale(state, scaled_step.ratio)
-        return scaled_step.finish() or is_taken
-
-    def _follow_scale(self, state: FitState, ratio: Tensor) -> None:
-        """Keep the windows that are open for other optimizers right: their gradients carry the scale of before."""
-        for optimizer_idx, optimizer in enumerate(state.trainer.optimizers):
-            window = state.scheduler.ledger.optimizer(optimizer_idx)
-            if window.micro_batches and not window.has_closed:
-                gradients.scale(optimizer, ratio)
 
     @override
     def _close_window(self, state: FitState, *, in_step: bool) -> None:

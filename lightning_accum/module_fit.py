@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum import checks, seams
@@ -165,28 +163,6 @@ class FitLifeCycle(WindowOwner, _Module):
         state = self._accumulation
         if state is None or not state.scheduler.ledger.is_pending:
             super().on_validation_model_zero_grad()
-
-    @override
-    def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip as Lightning does, fused optimizers too; by norm, the norm is kept for `EffectiveStep.grad_norm`."""
-        state = self._accumulation
-        value = self.trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
-        algorithm = gradient_clip_algorithm or self.trainer.gradient_clip_algorithm or "norm"
-        if state is None:
-            super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
-        if value is None or value <= 0:
-            return
-        parameters = self.trainer.precision_plugin.main_params(optimizer)
-        if algorithm.lower() == "norm":
-            state.grad_norm = state.ranks.clip_by_norm(parameters, value)
-        else:
-            torch.nn.utils.clip_grad_value_(parameters, value)
 
     @override
     def _accumulation_batch_end(self) -> None:

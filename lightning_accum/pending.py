@@ -74,13 +74,15 @@ def pack(trainer: Trainer, ledger: Ledger, gradients: WindowGradients) -> dict[s
 def _pack(
     trainer: Trainer, window: OptimizerWindow, optimizer: Optimizer, gradients: WindowGradients
 ) -> dict[str, Any]:
-    weight, loss, micro_batches, length = window.weight, window.loss, window.micro_batches, window.length
+    weight, loss, length = window.weight, window.loss, window.length
+    counts = [window.micro_batches, window.batches]
     if trainer.world_size > 1:
-        weight, loss, count = sums(trainer, weight, loss, micro_batches).cpu()
-        micro_batches, length = int(count), float(largest(trainer, [length])[0])
+        weight, loss, *totals = sums(trainer, weight, loss, *counts).cpu()
+        counts, length = [int(total) for total in totals], float(largest(trainer, [length])[0])
     return {
         "length": length,
-        "micro_batches": micro_batches,
+        "micro_batches": counts[0],
+        "batches": counts[1],
         "weight": _copy(weight),
         "loss": _copy(loss),
         "gradients": [_copy(mean) for mean in means(trainer, gradients.held(optimizer), like=parameters(optimizer))],
@@ -113,7 +115,7 @@ def unpack(trainer: Trainer, ledger: Ledger, gradients: WindowGradients, packed:
     for i, kept in packed["optimizers"].items():
         window = ledger.optimizer(i)
         window.length = kept["length"]
-        window.micro_batches = ceil(kept["micro_batches"] / ranks)
+        window.micro_batches, window.batches = (ceil(kept[name] / ranks) for name in ("micro_batches", "batches"))
         window.weight, window.loss = (_share(kept[name], trainer) for name in ("weight", "loss"))
         # A sync averages over the ranks: each one's share of the sum, as if it had made it.
         factor = scale * packed["ranks"] / ranks

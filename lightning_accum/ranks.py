@@ -8,11 +8,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accum import seams
+from lightning_accum.precision import without_autocast
 from lightning_accum.weighting import OptimizerWindow, Weight
 
 if TYPE_CHECKING:
@@ -169,6 +171,50 @@ class Ranks:
         with self.backward(last=True):
             self._module.manual_backward(0 * torch.stack([p.sum() for p in parameters if p.requires_grad]).sum())
 
+    # A split batch
+
+    def refuse_unequal_pieces(self, pieces: int) -> None:
+        """With sharded parameters all ranks must make equally many forwards and backwards."""
+        if self.size > 1 and self._is_sharded and not agree(self._trainer, pieces):
+            raise RuntimeError(
+                f"`accumulate_split(batch, ...)`: the ranks split their batches into different numbers of"
+                f" micro-batches, this one into {pieces}. Sharded parameters are gathered in each, so that some would"
+                " wait for ever. Give all ranks batches of the same size."
+            )
+
+    def prepare_for_retries(self) -> None:
+        """See to it that nothing is sent between ranks while one of them may run out of memory."""
+        if self.size == 1:
+            return
+        if self._obstacle is not None:
+            raise MisconfigurationException(
+                f'`accumulate_split(micro_batch_size="auto")` with {self._obstacle}: the ranks wait for each other'
+                " inside forward or backward, for ever if one of them runs out of memory there. Give a number of items."
+            )
+        if self._must_sync_first:
+            with without_autocast(self._module.device):
+                self.zero_backward(self._module.parameters())
+            for parameter in self._module.parameters():
+                parameter.grad = None
+
+    @cached_property
+    def _obstacle(self) -> str | None:
+        if self._is_sharded:
+            return "sharded parameters"
+        if any(isinstance(module, nn.SyncBatchNorm) for module in self._module.modules()):
+            return "SyncBatchNorm"
+        return "sync_each_micro_batch=True" if self._sync_each else None
+
+    def least(self, number: float) -> float:
+        """The least of the ranks' numbers, by one all-reduce."""
+        if self.size == 1:
+            return number
+        mine = torch.tensor(number, dtype=torch.float64, device=self._trainer.strategy.root_device)
+        least: Tensor = self._trainer.strategy.reduce(mine, reduce_op="min")
+        return float(least)
+
+    # A window that closes
+
     def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         """Clip by the norm of the whole gradient, the shards of other ranks included; returns it, shape ``()``."""
         model = self._trainer.strategy.model
@@ -181,10 +227,10 @@ class Ranks:
     def settle(self, window: OptimizerWindow) -> None:
         """Sum what the window holds over the ranks, by one all-reduce and one read. With one rank, nothing travels."""
         if self.size == 1:
-            window.settle(float(window.weight), window.loss, window.micro_batches)
+            window.settle(float(window.weight), window.loss, window.batches)
             return
         place = seams.ready_batches(self._trainer) - 1
-        total = sums(self._trainer, window.weight, window.loss, window.micro_batches, place, place * place)
+        total = sums(self._trainer, window.weight, window.loss, window.batches, place, place * place)
         weight, _, contributions, places, squares = total.tolist()
         if places * places != squares * self.size:
             raise RuntimeError(

@@ -234,10 +234,12 @@ class AccumulationScheduler(Callback):
 
     # For the mixin
 
-    def weigh(self, batch: Any, device: torch.device) -> Weight:
+    def weigh(self, batch: Any, device: torch.device, default: float | None = None) -> Weight:
         """What the micro-batch weighs if nobody says it otherwise."""
         if self.weight_fn is not None:
             return as_weight(self.weight_fn(batch), device, "weight_fn(batch)")
+        if default is not None:
+            return default
         if self._if_unweighted is not None:
             rank_zero_warn(self._if_unweighted)
             self._if_unweighted = None

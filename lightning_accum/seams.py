@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
@@ -106,6 +107,15 @@ def log_metrics(trainer: Trainer, metrics: dict[str, Any]) -> None:
         scalars = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=logger_step(trainer))
+
+
+def remember_rng() -> Callable[[], None]:
+    """Keep the random states of torch, its CUDA devices, numpy and Python; what is returned puts them back.
+
+    Fact: `isolate_rng`, Lightning's public way, puts them back in any case.
+    """
+    states = _collect_rng_states()
+    return lambda: _set_rng_states(states)
 
 
 @contextmanager

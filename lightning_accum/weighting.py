@@ -23,10 +23,12 @@ class OptimizerWindow:
 
     Args:
         steps: optimizer steps made before, without the skipped ones.
-        reference: the mean weight per contribution in the last window; None before there is one.
+        reference: the mean weight per batch in the last window; None before there is one.
+        micro_batch_size: items of a split batch that memory was found to hold at once; None: all of it.
     """
 
     __slots__ = (
+        "batches",
         "contributions",
         "has_closed",
         "has_gradients",
@@ -34,15 +36,17 @@ class OptimizerWindow:
         "has_synced",
         "length",
         "loss",
+        "micro_batch_size",
         "micro_batches",
         "reference",
         "steps",
         "weight",
     )
 
-    def __init__(self, steps: int = 0, reference: Weight | None = None) -> None:
+    def __init__(self, steps: int = 0, reference: Weight | None = None, micro_batch_size: int | None = None) -> None:
         self.steps = steps
         self.reference = reference
+        self.micro_batch_size = micro_batch_size
         self.clear()
         self.begin()
 
@@ -50,7 +54,8 @@ class OptimizerWindow:
         """Forget what the window holds."""
         self.length: float = 1
         self.micro_batches = 0
-        self.contributions = 0  # on all ranks; known when the window is settled
+        self.batches = 0  # the pieces of a split batch are one
+        self.contributions = 0  # batches on all ranks; known when the window is settled
         self.has_gradients = False  # a backward has left some in ``.grad``
         self.weight: Weight = 0.0
         self.loss: Weight = 0.0
@@ -59,16 +64,23 @@ class OptimizerWindow:
         """The next window is another one."""
         self.has_closed = self.has_moved = self.has_synced = False
 
-    def add(self, weight: Weight, length: float, *, alone: bool = True) -> None:
-        """Count a contribution to a window that is announced to hold so many; ``alone``: there is one rank.
+    def add(self, weight: Weight, length: float, *, alone: bool = True, pieces: int = 1, is_first: bool = True) -> None:
+        """Count a contribution to a window.
 
-        The reference must be the same on all ranks, who do not know each other's first weight.
+        Args:
+            weight: what it weighs.
+            length: batches that the window is announced to hold; the same on all ranks.
+            alone: whether there is one rank. The reference must be the same on all ranks, who do not know each other's
+                first weight, nor into how many pieces the others split their batches.
+            pieces: into how many equal pieces this one's batch is split.
+            is_first: whether it is the first of these.
         """
         if self.micro_batches == 0:
             self.length = length  # fixed here: what is in the gradients has been scaled by it
         if self.reference is None:
-            self.reference = _first_reference(weight) if alone else 1.0
+            self.reference = _first_reference(weight, pieces) if alone else 1.0
         self.micro_batches += 1
+        self.batches += is_first
         self.weight = self.weight + weight
 
     def add_loss(self, loss: Tensor, weight: Weight) -> None:
@@ -114,7 +126,7 @@ class OptimizerWindow:
         return mean
 
     def keep_reference(self) -> None:
-        """Keep the mean weight as the next window's reference."""
+        """Keep the mean weight per batch as the next window's reference."""
         self.reference = self.weight / self.contributions
 
     def close(self) -> None:
@@ -123,8 +135,8 @@ class OptimizerWindow:
         self.clear()
 
 
-def _first_reference(weight: Weight) -> Weight | None:
-    """The first weight above 0; a tensor that may be 0 is replaced by 1 on the device, without a look at it."""
+def _first_reference(weight: Weight, pieces: int) -> Weight | None:
+    """The first weight above 0, as that of a whole batch; a tensor that may be 0 is replaced by 1, without a look."""
     if isinstance(weight, Tensor):
-        return torch.where(weight > 0, weight, torch.ones_like(weight))
-    return weight or None
+        return torch.where(weight > 0, weight * pieces, torch.ones_like(weight))
+    return weight * pieces or None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,14 @@ sys.path.insert(0, str(Path(__file__).parent))  # `helpers`, from every folder o
 
 torch.set_num_threads(1)
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+
+
+@pytest.fixture(scope="module")
+def quick_garbage_collection() -> Iterator[None]:
+    """For tests that run out of memory, after which garbage is collected: not from all that was imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from helpers import as_given, item_losses, make_batches, make_net, make_trainer
 from lightning import Callback, LightningModule
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.profiler import ProfilerActivity, profile
 
@@ -56,7 +57,8 @@ class Sharded(AccumulationMixin, LightningModule):
     """Each rank trains on its own micro-batches; two groups of sharded parameters.
 
     Args:
-        without: "weight", where ranks give a loss without weight, or a key of MISSING, where they give none.
+        without: "weight", where ranks give a loss without weight; a key of MISSING, where they give none; or a way to
+            split batches that is an error.
         dtype: of parameters and data.
         fsdp1: whether the strategy wraps the layers itself.
     """
@@ -100,6 +102,9 @@ class Sharded(AccumulationMixin, LightningModule):
             self.accumulate(loss, weight=torch.zeros(()))
         elif place in MISSING.get(self.without, ()):
             self.accumulate(None)
+        elif self.without.startswith("split"):
+            size: Any = "auto" if self.without == "split by auto" else 1
+            self.accumulate_split(batch, lambda piece: item_losses(self.net, piece).mean(), micro_batch_size=size)
         else:
             self.accumulate(loss, weight=weight)
 
@@ -161,10 +166,10 @@ def main(out: Path, fsdp1: bool) -> None:
         fit(fsdp1, without="weight", callbacks=[SpoilsAShard(), NonFiniteGuard("raise")])
     except RuntimeError as error:
         seen["spoilt, raise"] = str(error)
-    for without in ("inside", "at the end"):
+    for without in ("inside", "at the end", "split unequally", "split by auto"):
         try:
             fit(fsdp1, without=without)
-        except RuntimeError as error:
+        except (RuntimeError, MisconfigurationException) as error:
             seen[f"missing {without}"] = str(error)
     torch.save(seen, out / f"rank{rank}.pt")
     fit(fsdp1, without="of one rank")

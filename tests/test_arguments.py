@@ -38,7 +38,9 @@ def test_no_optimizer_among_several_is_refused_with_the_call_to_make() -> None:
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_foreign_optimizer_is_refused(number: int) -> None:
-    with pytest.raises(ValueError, match=r"`accumulate\(optimizer=SGD\)`: not one of.*Take it from `self\.optimizers"):
+    with pytest.raises(
+        ValueError, match=r"`accumulate\(loss, optimizer=SGD\)`: not one of.*Take it from `self\.optimizers"
+    ):
         optimizer_position(make_optimizers(1)[0], make_optimizers(number))
 
 
@@ -56,7 +58,7 @@ def test_a_loss_that_is_no_scalar_is_refused(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("loss", [torch.tensor(1.0), (torch.ones((), requires_grad=True) * 1).detach()])
 def test_a_loss_without_a_graph_is_refused(loss: Tensor) -> None:
-    with pytest.raises(RuntimeError, match=r"the loss has no graph.*call `accumulate\(None\)`"):
+    with pytest.raises(RuntimeError, match=r"the loss has no graph.*To contribute nothing, give None"):
         check_loss(loss)
 
 

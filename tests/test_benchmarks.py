@@ -18,6 +18,7 @@ ROWS = [
     "AccumulationMixin",
     "AccumulationMixin, weight=len(batch)",
     "AccumulationMixin + AccumulationMonitor",
+    "AccumulationMixin, accumulate_split",
     "torch loop",
 ]
 

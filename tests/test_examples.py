@@ -58,7 +58,7 @@ def one_cycle(max_lr: float, steps: int) -> list[float]:
 
 
 def test_every_example_is_run_here() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"callback_only.py", "digits.py", "gan.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"callback_only.py", "digits.py", "gan.py", "memory.py"}
 
 
 def test_the_callback_alone_equals_the_big_batch() -> None:
@@ -69,6 +69,12 @@ def test_the_callback_alone_equals_the_big_batch() -> None:
 def test_both_networks_of_a_gan_move_as_with_the_big_batch() -> None:
     # 1,797 samples in batches of 64: 29 in an epoch. The example compares the weights itself.
     assert "[58, 58] at once, [58, 58] accumulated" in run_example(EXAMPLES / "gan.py")
+
+
+def test_a_split_batch_takes_less_memory_for_the_same_losses() -> None:
+    printed = run_example(EXAMPLES / "memory.py", "--updates", "2")  # it compares both itself
+    assert printed == Path("memory.md").read_text()
+    assert plt.imread("memory.png").std() > 0.1
 
 
 def test_digits_are_learned_with_one_point_per_effective_step() -> None:

@@ -110,3 +110,55 @@ def test_fused_adamw_with_clipping_equals_the_one_that_is_not_fused(precision: A
     assert min(norm.item() for norm in fused.norms) > 0.05  # the clip has work to do
     torch.testing.assert_close(torch.stack(fused.norms), torch.stack(plain.norms), rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(fused.history[-1], plain.history[-1], rtol=1e-3, atol=1e-4)
+
+
+class Split(Net):
+    """The batch in micro-batches of this size."""
+
+    def __init__(self, size: Any) -> None:
+        super().__init__(width=4096)
+        self.size = size
+        self.micro_batches: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        def loss_fn(piece: Any) -> Tensor:
+            x, y = piece
+            hidden = self.net[:2](x)
+            return nn.functional.mse_loss(self.net[2](hidden * hidden.sigmoid()), y)
+
+        self.accumulate_split(batch, loss_fn, micro_batch_size=self.size)
+
+    def on_effective_step_end(self, step: EffectiveStep) -> None:
+        super().on_effective_step_end(step)
+        self.micro_batches.append(step.micro_batches)
+
+
+def peak_of(module: Split, batches: Any) -> int:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    fit(module, batches)
+    return torch.cuda.max_memory_allocated()
+
+
+def test_the_peak_memory_of_a_split_batch_is_that_of_one_micro_batch() -> None:
+    large, small = make_batches(2, size=32768), make_batches(2, size=2048)
+    peak_of(Split(2048), small)  # warms up
+    whole, split, single = peak_of(Split(32768), large), peak_of(Split(2048), large), peak_of(Split(2048), small)
+    print(f"\npeak memory, MiB: whole {whole / 2**20:.0f}, split {split / 2**20:.0f}, one {single / 2**20:.0f}")
+    batch = sum(part.nbytes for part in large[0])
+    assert split <= 1.05 * single + 2 * batch  # the whole batch is on the device, and the next one may be
+    assert split < whole / 4
+
+
+def test_auto_finds_what_fits_under_a_real_limit_and_makes_the_same_update() -> None:
+    batches = make_batches(2, size=32768)
+    whole, quarter = peak_of(Split(32768), batches), peak_of(Split(8192), batches)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((whole + quarter) / 2 / torch.cuda.mem_get_info()[1])
+    try:
+        module = fit(Split("auto"), batches)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert module.micro_batches[0] == module.micro_batches[1] > 1
+    expected = fit(Split(32768 // module.micro_batches[0]), batches)
+    assert torch.equal(module.history[-1], expected.history[-1])

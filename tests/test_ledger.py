@@ -73,7 +73,7 @@ def test_a_state_holds_nothing_but_plain_values() -> None:
     ledger.open(4, 6)
     contribute(ledger, 0, 2.0)
     state = ledger.state_dict()
-    assert state == {"effective_step": 0, "skipped_steps": 0, "window": [4, 6], "optimizers": {0: [1, 2.0]}}
+    assert state == {"effective_step": 0, "skipped_steps": 0, "window": [4, 6], "optimizers": {0: [1, 2.0, None]}}
     assert [type(n) for n in state["window"]] == [int, int]
     ledger.close(skipped=False)
     assert ledger.state_dict()["window"] is None
@@ -86,7 +86,7 @@ def test_a_state_does_not_change_with_the_ledger_it_was_taken_from() -> None:
     ledger.open(4, 6)
     contribute(ledger, 0, 8.0)
     ledger.close(skipped=True)
-    assert state == {"effective_step": 0, "skipped_steps": 0, "window": None, "optimizers": {0: [1, 2.0]}}
+    assert state == {"effective_step": 0, "skipped_steps": 0, "window": None, "optimizers": {0: [1, 2.0, None]}}
 
 
 def test_a_restart_begins_at_a_number_of_steps_with_nothing_else() -> None:

@@ -45,6 +45,7 @@ def test_public_names_are_those_that_were_promised() -> None:
 DOCUMENTED = {
     **{name: getattr(lightning_accum, name) for name in lightning_accum.__all__},
     "AccumulationMixin.accumulate": lightning_accum.AccumulationMixin.accumulate,
+    "AccumulationMixin.accumulate_split": lightning_accum.AccumulationMixin.accumulate_split,
 }
 
 

@@ -40,6 +40,11 @@ def test_the_yaml_block_configures_a_fit(namespace: dict[str, Any], monkeypatch:
     assert cli.model.effective_step == 7 + 2 + 2
 
 
+def test_the_memory_table_is_the_one_that_was_measured() -> None:
+    assert (Path(__file__).parent.parent / "examples" / "memory.md").read_text() in README
+    assert (Path(__file__).parent.parent / "examples" / "memory.png").is_file()
+
+
 def test_the_two_commands_are_there() -> None:
     (commands,) = blocks("bash")
     run_job, run_tests = commands.splitlines()

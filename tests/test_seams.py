@@ -5,6 +5,7 @@ Modules and callbacks here are plain Lightning, so that nothing but Lightning is
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from helpers import ManualToy, Toy, Unsized, as_given, make_trainer, ones
@@ -667,3 +669,14 @@ def test_a_checkpoint_made_before_a_validations_end_is_validated_again_if_it_loo
         seams.load_inside_validation(checkpoint)
     torch.save(checkpoint, "changed.ckpt")
     assert fit(ckpt_path="changed.ckpt") == ([(0, 2), (0, 4)] if changed else [(0, 4)])
+
+
+def test_random_states_are_put_back_when_asked_and_not_before() -> None:
+    def draws() -> list[float]:
+        return [torch.rand(()).item(), random.random(), np.random.rand()]
+
+    put_back = seams.remember_rng()
+    first, second = draws(), draws()
+    assert len({*first, *second}) == 6
+    put_back()
+    assert draws() == first

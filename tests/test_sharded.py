@@ -113,6 +113,14 @@ def test_each_rank_says_which_of_its_shards_are_spoilt(ranks: list[Seen]) -> Non
     assert "effective step 0 is inf or NaN in net.0.weight, net.0.bias" in messages[1]
 
 
+def test_batches_split_into_different_numbers_of_pieces_are_an_error(ranks: list[Seen]) -> None:
+    assert all("different numbers of micro-batches" in rank["missing split unequally"] for rank in ranks)
+
+
+def test_auto_is_refused_with_sharded_parameters(ranks: list[Seen]) -> None:
+    assert all('size="auto")` with sharded parameters' in rank["missing split by auto"] for rank in ranks)
+
+
 def test_a_missing_backward_of_one_rank_ends_the_program_of_all(ranks: list[Seen]) -> None:
     assert ranks[0]["code"] != 0
     assert "[rank0]: RuntimeError: A micro-batch ended without a backward" in ranks[0]["printed"]

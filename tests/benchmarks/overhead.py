@@ -90,6 +90,13 @@ class WeightedMixin(AccumulationMixin, Tiny):
         return loss
 
 
+class SplitMixin(AccumulationMixin, Tiny):
+    """The mixin with a window's micro-batches in one batch."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.accumulate_split(batch, self.loss, micro_batch_size=2)
+
+
 def fit(module: Tiny, loader: DataLoader[Any], **flags: Any) -> Result:
     """Train for one epoch with nothing around it."""
     trainer = L.Trainer(
@@ -119,8 +126,10 @@ def torch_loop(loader: DataLoader[Any], factor: int) -> Result:
     return module.seconds, nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
-def rows(loader: DataLoader[Any], factor: int) -> dict[str, Callable[[], Result]]:
-    """What is measured, by name."""
+def rows(data: Tensor, factor: int) -> dict[str, Callable[[], Result]]:
+    """What is measured on these micro-batches, by name."""
+    loader = DataLoader(list(data), batch_size=None)
+    whole = DataLoader(list(data.reshape(-1, 2 * factor, 2)), batch_size=None)
     return {
         BASELINE: lambda: fit(Tiny(), loader, accumulate_grad_batches=factor),
         "automatic + AccumulationScheduler": lambda: fit(Tiny(), loader, callbacks=[AccumulationScheduler(factor)]),
@@ -130,6 +139,7 @@ def rows(loader: DataLoader[Any], factor: int) -> dict[str, Callable[[], Result]
         "AccumulationMixin + AccumulationMonitor": lambda: fit(
             Mixin(), loader, accumulate_grad_batches=factor, callbacks=[AccumulationMonitor()]
         ),
+        "AccumulationMixin, accumulate_split": lambda: fit(SplitMixin(), whole),
         "torch loop": lambda: torch_loop(loader, factor),
     }
 
@@ -137,10 +147,10 @@ def rows(loader: DataLoader[Any], factor: int) -> dict[str, Callable[[], Result]
 def measure(rounds: int, micro_batches: int, factor: int) -> dict[str, list[float]]:
     """Seconds per micro-batch of every row in every round."""
     data = torch.randn(micro_batches, 2, 2, generator=torch.Generator().manual_seed(0))
-    contestants = rows(DataLoader(list(data), batch_size=None), factor)
+    contestants = rows(data, factor)
     reference = "torch loop"
     _, expected = contestants[reference]()
-    for run in rows(DataLoader(list(data[:factor]), batch_size=None), factor).values():
+    for run in rows(data[:factor], factor).values():
         run()  # what is built at first use is built here
     times: dict[str, list[float]] = {name: [] for name in contestants}
     gc.freeze()  # collecting what a run leaves behind is quick, if it need not look at all that was imported
