@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import re
 import subprocess
 import sys
@@ -14,10 +13,8 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 import yaml
-from cli_helpers import SHORT_NAME, run_cli, write_yaml
+from cli_helpers import EXAMPLES, SHORT_NAME, load_example, run_cli, write_yaml
 from lightning.pytorch.cli import LightningCLI
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # What digits.yaml comes to: 1,257 samples in micro-batches of 64, the last one of 41; factor 1 for 6 epochs, then 4.
 WINDOWS = 6 * [*(19 * [64]), 41] + 10 * [*(4 * [256]), 3 * 64 + 41]
@@ -53,7 +50,10 @@ def one_cycle(max_lr: float, steps: int) -> list[float]:
 
 
 def test_every_example_is_run_here() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"callback_only.py", "digits.py", "gan.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        *("callback_only.py", "digits.py", "gan.py"),
+        *("hf_finetune.py", "hf_language_model.py"),
+    }
 
 
 def test_the_callback_alone_equals_the_big_batch() -> None:
@@ -64,6 +64,18 @@ def test_the_callback_alone_equals_the_big_batch() -> None:
 def test_both_networks_of_a_gan_move_as_with_the_big_batch() -> None:
     # 1,797 samples in batches of 64: 29 in an epoch. The example compares the weights itself.
     assert "[58, 58] at once, [58, 58] accumulated" in run_example(EXAMPLES / "gan.py")
+
+
+def test_a_transformers_classifier_is_trained_as_its_yaml_says() -> None:
+    pytest.importorskip("transformers")
+    printed = run_example(EXAMPLES / "hf_finetune.py", "--config", EXAMPLES / "hf_finetune.yaml")
+    assert "test/accuracy" in printed  # which the example compares itself
+
+
+def test_a_transformers_language_model_equals_the_big_batch() -> None:
+    pytest.importorskip("transformers")
+    # 310 lines in micro-batches of 8: 39. The example compares the weights itself.
+    assert "10 effective steps" in run_example(EXAMPLES / "hf_language_model.py")
 
 
 def test_digits_are_learned_with_one_point_per_effective_step() -> None:
@@ -86,12 +98,7 @@ def test_digits_are_learned_with_one_point_per_effective_step() -> None:
 
 @pytest.fixture(scope="module")
 def digits() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("digits", EXAMPLES / "digits.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("digits")
 
 
 SHORT = ("--trainer.max_epochs=8", "--trainer.limit_train_batches=4", "--trainer.limit_val_batches=0")
