@@ -1,6 +1,6 @@
 """Side by side with what people use instead: who gives the big batch's update, and at what cost.
 
-    python tests/parity/tables.py [--rounds 9] [--micro-batches 400] [--readme README.md]
+    python tests/parity/tables.py [--rounds 9] [--micro-batches 400] [--factors 1 4 16] [--readme README.md]
 
 Prints two tables, and puts them into the README. Exactness: the distance of the final weights from those of the one
 big batch, as a share of the way that these have gone, in float64. Cost: every round runs each row once, in another
@@ -18,7 +18,8 @@ import statistics
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
@@ -51,8 +52,7 @@ from parity.ways import (  # noqa: E402
 )
 from test_syncs import Reads  # noqa: E402
 
-COSTED = [way for way in WAYS if way != HF_KEYWORDS]  # it costs what its neighbour does, and gets elsewhere
-FACTORS = (1, 4, 16)
+COSTED = [*(way for way in WAYS if way != HF_KEYWORDS), BIG_BATCH]  # that one costs what its neighbour does
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -135,20 +135,26 @@ def times(ways: Sequence[str], task: Task, rounds: int) -> dict[str, list[float]
     """Of every way in every round, over the torch loop's in the same round."""
     _, expected = seconds(TORCH, task)
     measured: dict[str, list[float]] = {way: [] for way in ways}
-    gc.freeze()  # collecting what a run leaves behind is quick, if it need not look at all that was imported
+    for turn in range(-1, rounds):  # the first round builds what is built at first use, and is not kept
+        for way in order(list(ways), turn):
+            gc.collect()
+            taken, weights = seconds(way, task)
+            torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-5, msg=f"{way}: other weights")
+            if turn >= 0:
+                measured[way].append(taken)
+    return {way: [own / base for own, base in zip(measured[way], measured[TORCH], strict=True)] for way in ways}
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Garbage is collected where it is asked for only; quickly, if that need not look at all that was imported."""
+    gc.freeze()
     gc.disable()
     try:
-        for turn in range(-1, rounds):  # the first round builds what is built at first use, and is not kept
-            for way in order(list(ways), turn):
-                gc.collect()
-                taken, weights = seconds(way, task)
-                torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-5, msg=f"{way}: other weights")
-                if turn >= 0:
-                    measured[way].append(taken)
+        yield
     finally:
         gc.enable()
         gc.unfreeze()
-    return {way: [own / base for own, base in zip(measured[way], measured[TORCH], strict=True)] for way in ways}
 
 
 class Alive(TorchDispatchMode):
@@ -195,22 +201,22 @@ def spread(ratios: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})"
 
 
-def cost(rounds: int, micro_batches: int) -> str:
+@without_collection()
+def cost(rounds: int, micro_batches: int, factors: Sequence[int]) -> str:
     """The second table."""
-    ways = [way for way in COSTED if missing(way) is None]
+    ways = [way for way in COSTED if missing(way) is None]  # the others have a row that says why
     tiny = times(ways, task_of(small_body_in_float32, 6, 2, micro_batches), rounds)
-    small = times(ways, task_of(transformer, 32, 4, max(8, micro_batches // 10)), rounds)
-    by_factor = [task_of(transformer, 32, 4, 2 * factor, factor) for factor in FACTORS]
+    small = times(ways, task_of(transformer, 32, 4, 4 * max(2, micro_batches // 40)), rounds)
+    by_factor = [task_of(transformer, 32, 4, factor, factor) for factor in factors]
     few = task_of(small_body_in_float32, 6, 2, 16)
-    factors = ", ".join(map(str, FACTORS))
-    rows = [["", "time, tiny model", "time, small transformer", f"peak MB at factor {factors}", "reads per window"]]
-    for way in [*COSTED, BIG_BATCH]:
+    peak = f"peak MB at factor {', '.join(map(str, factors))}"
+    rows = [["", "time, tiny model", "time, small transformer", peak, "reads per window"]]
+    for way in COSTED:
         if reason := missing(way):
             rows.append([way, f"skipped: {reason}", "", "", ""])
             continue
         peaks = ", ".join(f"{peak_megabytes(way, task):.1f}" for task in by_factor)
-        taken = [spread(tiny[way]), spread(small[way])] if way in tiny else ["", ""]
-        rows.append([way, *taken, peaks, f"{reads_per_window(way, few):g}"])
+        rows.append([way, spread(tiny[way]), spread(small[way]), peaks, f"{reads_per_window(way, few):g}"])
     return markdown(rows)
 
 
@@ -236,10 +242,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--micro-batches", type=int, default=400, help="of the tiny model; a tenth of the transformer")
+    parser.add_argument("--factors", type=int, nargs="+", default=[1, 4, 16], help="that memory is measured for")
     parser.add_argument("--readme", type=Path, default=TESTS.parent / "README.md")
     arguments = parser.parse_args()
-    if arguments.rounds < 1 or arguments.micro_batches < 8 or arguments.micro_batches % 40 not in (0, 8):
-        parser.error("at least one round; 8 micro-batches, or a multiple of 40")
+    if arguments.rounds < 1 or arguments.micro_batches < 4 or arguments.micro_batches % 4:
+        parser.error("at least one round; the micro-batches must be a multiple of the factor, 4")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*does not have many workers|.*LeafSpec")  # Lightning's, of no concern here
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -249,7 +256,7 @@ def main() -> None:
     )
     for name, text in (
         ("exactness", exactness()),
-        ("cost", f"{cost(arguments.rounds, arguments.micro_batches)}\n\n{measured}"),
+        ("cost", f"{cost(arguments.rounds, arguments.micro_batches, arguments.factors)}\n\n{measured}"),
     ):
         print(f"{text}\n")
         put(arguments.readme, name, text)

@@ -22,7 +22,8 @@ def test_both_tables_have_a_row_for_each_way_and_are_put_into_the_readme(
 ) -> None:
     readme = Path("README.md")
     readme.write_text("a\n<!-- exactness -->\nold\n<!-- /exactness -->\nb\n<!-- cost -->\n<!-- /cost -->\nc\n")
-    monkeypatch.setattr(sys, "argv", ["tables.py", "--rounds", "1", "--micro-batches", "8", "--readme", "README.md"])
+    command = "tables.py --rounds 1 --micro-batches 8 --factors 1 2 --readme README.md"
+    monkeypatch.setattr(sys, "argv", command.split())
     runpy.run_path(str(PROGRAM), run_name="__main__")
     text, printed = readme.read_text(), capsys.readouterr().out
     assert [line for line in text.splitlines() if len(line) < 4 and line] == ["a", "b", "c"]
