@@ -18,7 +18,7 @@ import statistics
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,8 +26,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -36,18 +35,15 @@ sys.path[:0] = [str(TESTS), str(TESTS / "benchmarks")]
 
 from helpers import flat  # noqa: E402  found by the lines above
 from overhead import order  # noqa: E402
+from parity.tasks import CASES, Task, small_body_in_float32, task_of, transformer  # noqa: E402
 from parity.ways import (  # noqa: E402
     BIG_BATCH,
-    CASES,
-    CLASSES,
     HF_KEYWORDS,
     TORCH,
     WAYS,
-    Task,
     begin,
     distance,
     missing,
-    small_body,
     weights_after_every_update,
 )
 from test_syncs import Reads  # noqa: E402
@@ -75,43 +71,6 @@ def exactness() -> str:
 
 
 # Cost
-
-
-class Transformer(nn.Module):
-    """Two layers of width 64, without dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-        self.embed, self.layers = nn.Linear(3, 64), nn.TransformerEncoder(layer, 2)
-        self.head = nn.Linear(64, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(self.embed(x)))
-
-
-def transformer() -> nn.Module:
-    """The same weights at each call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Transformer()
-
-
-def small_body_in_float32() -> nn.Module:
-    return small_body().float()
-
-
-def task_of(make_body: Callable[[], nn.Module], tokens: int, size: int, micro_batches: int, factor: int = 4) -> Task:
-    """An epoch of equal micro-batches of ``size`` samples, in float32."""
-    generator = torch.Generator().manual_seed(0)
-    samples = [
-        {
-            "x": torch.randn(tokens, 3, generator=generator),
-            "labels": torch.randint(CLASSES, (tokens,), generator=generator),
-        }
-        for _ in range(size * micro_batches)
-    ]
-    return Task(samples, make_body, lambda p: SGD(p, lr=0.01), factor, size, epochs=1)
 
 
 def seconds(way: str, task: Task) -> tuple[float, Tensor]:
@@ -207,7 +166,7 @@ def cost(rounds: int, micro_batches: int, factors: Sequence[int]) -> str:
     ways = [way for way in COSTED if missing(way) is None]  # the others have a row that says why
     tiny = times(ways, task_of(small_body_in_float32, 6, 2, micro_batches), rounds)
     small = times(ways, task_of(transformer, 32, 4, 4 * max(2, micro_batches // 40)), rounds)
-    by_factor = [task_of(transformer, 32, 4, factor, factor) for factor in factors]
+    by_factor = [task_of(transformer, 32, 4, 2 * factor, factor) for factor in factors]
     few = task_of(small_body_in_float32, 6, 2, 16)
     peak = f"peak MB at factor {', '.join(map(str, factors))}"
     rows = [["", "time, tiny model", "time, small transformer", peak, "reads per window"]]

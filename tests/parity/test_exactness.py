@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity.ways import BIG_BATCH, CASES, OURS, WAYS, distance, missing, weights_after_every_update
+from parity.tasks import CASES
+from parity.ways import BIG_BATCH, OURS, WAYS, distance, missing, weights_after_every_update
 from torch import Tensor
 
 README = (Path(__file__).parents[2] / "README.md").read_text()

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from parity.ways import BIG_BATCH, CASES, HF_KEYWORDS, WAYS, missing
+from parity.tasks import CASES
+from parity.ways import BIG_BATCH, HF_KEYWORDS, WAYS, missing
 
 PROGRAM = Path(__file__).with_name("tables.py")
 

@@ -4,99 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 import lightning as L
-import torch
 from helpers import flat, make_trainer
+from parity.tasks import CLASSES, Batch, Run, Tagger, TaggerWithKeywords, Task, count, start
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from lightning_accum import AccumulationMixin, AccumulationScheduler
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
-
-Batch = dict[str, Tensor]  # x (samples, time, features); labels (samples, time), -100 where there is none
-CLASSES = 4
-
-
-class Tagger(nn.Module):
-    """A class for each token, in the manner of transformers: the loss is the mean over the batch's labels."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        logits = self.body(x)
-        if labels is None:
-            return {"logits": logits}
-        return {"loss": cross_entropy(logits.view(-1, CLASSES), labels.view(-1)), "logits": logits}
-
-
-class TaggerWithKeywords(Tagger):
-    """Takes any keyword and makes nothing of it, as transformers' sequence classifiers do with the loss's."""
-
-    def forward(self, x: Tensor, labels: Tensor | None = None, **kwargs: Any) -> dict[str, Tensor]:
-        return super().forward(x, labels)
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is trained.
-
-    Args:
-        samples: an epoch of them, in order.
-        make_body: from features to logits; the same weights at each call.
-        make_optimizer: from parameters.
-        factor: micro-batches in a window.
-        micro_batch_size: samples.
-        epochs: how many.
-    """
-
-    samples: Sequence[Batch]
-    make_body: Callable[[], nn.Module]
-    make_optimizer: Callable[..., Optimizer]
-    factor: int = 4
-    micro_batch_size: int = 2
-    epochs: int = 2
-
-    def loader(self, micro_batches: int = 1) -> DataLoader[Any]:
-        """Batches of so many micro-batches each."""
-        return DataLoader(self.samples, self.micro_batch_size * micro_batches)  # type: ignore[arg-type]
-
-    @property
-    def updates(self) -> int:
-        """Windows in all epochs."""
-        return self.epochs * len(self.loader(self.factor))
-
-
-@dataclass
-class Run:
-    """One training of a task."""
-
-    task: Task
-    net: Tagger
-    optimizer: Optimizer
-    schedule: LambdaLR
-
-
-def start(task: Task, kind: type[Tagger] = Tagger) -> Run:
-    """The task's model with optimizer and schedule: linear decay to 0, per update."""
-    net = kind(task.make_body())
-    optimizer = task.make_optimizer(net.parameters())
-    return Run(task, net, optimizer, LambdaLR(optimizer, lambda update: max(0.0, 1 - update / task.updates)))
-
-
-def count(batch: Batch) -> Tensor:
-    """Labels in a batch, scalar ``()``; it stays on the device."""
-    return (batch["labels"] != -100).sum()
 
 
 def update(run: Run) -> None:
@@ -285,44 +206,6 @@ def weights_after_every_update(way: str, task: Task) -> list[Tensor]:
     run.optimizer.register_step_post_hook(lambda *_: history.append(flat(run.net)))
     train(run)
     return history
-
-
-# Exactness
-
-
-def tokens(micro_batches: int, ragged: bool = False, seed: int = 0) -> list[Batch]:
-    """Samples of 6 tokens in float64, two for each micro-batch; ``ragged``: 1 to 6 of the labels are there."""
-    generator = torch.Generator().manual_seed(seed)
-    samples = []
-    for _ in range(2 * micro_batches):
-        labels = torch.randint(CLASSES, (6,), generator=generator)
-        if ragged:
-            labels[int(torch.randint(1, 7, (), generator=generator)) :] = -100
-        samples.append({"x": torch.randn(6, 3, generator=generator, dtype=torch.float64), "labels": labels})
-    return samples
-
-
-def small_body() -> nn.Module:
-    """In float64; the same weights at each call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
-
-
-DATA = {
-    "equal micro-batches": tokens(8),
-    "short last window": tokens(10),
-    "ragged tokens": tokens(8, ragged=True),
-}
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.9),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.1),
-}
-CASES = {
-    f"{data}, {optimizer}": Task(samples, small_body, make)
-    for data, samples in DATA.items()
-    for optimizer, make in OPTIMIZERS.items()
-}
 
 
 def distance(history: list[Tensor], expected: list[Tensor]) -> float:
