@@ -32,9 +32,8 @@ def passages() -> tuple[TensorDataset, TensorDataset]:
     """Cut the topics in blocks of 64 words; every fifth one is for the test. Training passages overlap."""
     texts = [re.findall(r"\w+|[^\w\s]", topics[topic].lower()) for topic in TOPICS]
     common = Counter(word for text in texts for word in text).most_common(VOCABULARY - 3)
-    numbers = {
-        word: number for number, (word, _) in enumerate(common, start=3)
-    }  # 0: padding, 1: a passage begins, 2: rare
+    # 0 is padding, 1 begins a passage, 2 is a rare word
+    numbers = {word: number for number, (word, _) in enumerate(common, start=3)}
     train, test = [], []
     for topic, text in enumerate(texts):
         encoded = [numbers.get(word, 2) for word in text]
@@ -46,13 +45,13 @@ def passages() -> tuple[TensorDataset, TensorDataset]:
 
 
 class Topics(L.LightningDataModule):
-    def __init__(self, micro_batch_size: int = 32, shuffle: bool = True) -> None:
+    def __init__(self, micro_batch_size: int = 32) -> None:
         super().__init__()
-        self.micro_batch_size, self.shuffle = micro_batch_size, shuffle
+        self.micro_batch_size = micro_batch_size
         self.train, self.test = passages()
 
     def train_dataloader(self) -> DataLoader[Batch]:
-        return DataLoader(self.train, self.micro_batch_size, shuffle=self.shuffle)
+        return DataLoader(self.train, self.micro_batch_size, shuffle=True)
 
     def test_dataloader(self) -> DataLoader[Batch]:
         return DataLoader(self.test, self.micro_batch_size)
