@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,8 @@ from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
 
 import lightning_accum  # noqa: F401  a short class name is known when its module has been imported
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 QUIET = {
     "accelerator": "cpu",
@@ -84,3 +88,13 @@ def error_of(*command_line: str, capsys: pytest.CaptureFixture[str], **options: 
     with pytest.raises((SystemExit, ValueError, TypeError)) as refused:
         run_cli(*command_line, **options)
     return f"{refused.value}\n{capsys.readouterr().err}"
+
+
+def load_example(name: str) -> ModuleType:
+    """An example as a module, for its classes."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import re
 import subprocess
 import sys
@@ -17,12 +16,10 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 import yaml
-from cli_helpers import SHORT_NAME, run_cli, write_yaml
+from cli_helpers import EXAMPLES, SHORT_NAME, load_example, run_cli, write_yaml
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_accum import check_equivalence
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # What digits.yaml comes to: 1,257 samples in micro-batches of 64, the last one of 41; factor 1 for 6 epochs, then 4.
 WINDOWS = 6 * [*(19 * [64]), 41] + 10 * [*(4 * [256]), 3 * 64 + 41]
@@ -58,7 +55,10 @@ def one_cycle(max_lr: float, steps: int) -> list[float]:
 
 
 def test_every_example_is_run_here() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"callback_only.py", "digits.py", "gan.py", "memory.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        *("callback_only.py", "digits.py", "gan.py", "memory.py"),
+        *("hf_finetune.py", "hf_language_model.py"),
+    }
 
 
 def test_the_callback_alone_equals_the_big_batch() -> None:
@@ -75,6 +75,18 @@ def test_a_split_batch_takes_less_memory_for_the_same_losses() -> None:
     printed = run_example(EXAMPLES / "memory.py", "--updates", "2")  # it compares both itself
     assert printed == Path("memory.md").read_text()
     assert plt.imread("memory.png").std() > 0.1
+
+
+def test_a_transformers_classifier_is_trained_as_its_yaml_says() -> None:
+    pytest.importorskip("transformers")
+    printed = run_example(EXAMPLES / "hf_finetune.py", "--config", EXAMPLES / "hf_finetune.yaml")
+    assert "test/accuracy" in printed  # which the example compares itself
+
+
+def test_a_transformers_language_model_equals_the_big_batch() -> None:
+    pytest.importorskip("transformers")
+    # 310 lines in micro-batches of 8: 39. The example compares the weights itself.
+    assert "10 effective steps" in run_example(EXAMPLES / "hf_language_model.py")
 
 
 def test_digits_are_learned_with_one_point_per_effective_step() -> None:
@@ -95,18 +107,9 @@ def test_digits_are_learned_with_one_point_per_effective_step() -> None:
 # The same program and configuration with other command lines, in short
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def digits() -> ModuleType:
-    return load("digits")
+    return load_example("digits")
 
 
 SHORT = ("--trainer.max_epochs=8", "--trainer.limit_train_batches=4", "--trainer.limit_val_batches=0")
@@ -151,7 +154,7 @@ def test_digits_repeat_exactly_from_the_printed_configuration(
     with pytest.raises(SystemExit, match="0"):
         fit(digits, *by_yaml("--print_config"))
     printed = capsys.readouterr().out
-    assert yaml.safe_load(printed)["trainer"]["max_epochs"] == 8
+    assert yaml.safe_load_example(printed)["trainer"]["max_epochs"] == 8
     first = fit(digits, *by_yaml())
     Path("config.yaml").unlink()
     again = fit(digits, "--config", write_yaml(printed, "printed.yaml"))
@@ -190,14 +193,14 @@ def test_the_digits_model_accumulates_exactly(digits: ModuleType) -> None:
 
 @pytest.mark.parametrize("nth", [0, 1], ids=["generator", "discriminator"])
 def test_both_losses_of_the_gan_accumulate_exactly(nth: int) -> None:
-    module, loss_fn = handing(load("gan").Gan, nth)
+    module, loss_fn = handing(load_example("gan").Gan, nth)
     report = check_equivalence(module, [torch.rand(64, 64), torch.randn(64, 16)], loss_fn)
     assert report.equal, str(report)
     assert report.dtype == torch.float32  # its loss is: `.float()`
 
 
 def test_the_regression_accumulates_exactly() -> None:
-    example = load("callback_only")  # the program, up to its end
+    example = load_example("callback_only")  # the program, up to its end
     batch = list(example.data[:50])
     report = check_equivalence(example.Regression(), batch, lambda module, batch: module.training_step(batch, 0))
     assert report.equal, str(report)

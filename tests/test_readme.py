@@ -25,7 +25,10 @@ def namespace() -> dict[str, Any]:
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
 @pytest.mark.filterwarnings("ignore:.*log_every_n_steps")
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")  # the Hugging Face Trainer's default
 def test_a_python_block_runs_after_those_before_it(number: int, namespace: dict[str, Any]) -> None:
+    for peer in re.findall(r"^from (transformers|accelerate) ", blocks("python")[number], flags=re.MULTILINE):
+        pytest.importorskip(peer, reason="the extra `parity` is not installed")
     torch.manual_seed(0)
     exec(compile(blocks("python")[number], f"README.md, python block {number}", "exec"), namespace)
 
