@@ -154,7 +154,7 @@ def test_digits_repeat_exactly_from_the_printed_configuration(
     with pytest.raises(SystemExit, match="0"):
         fit(digits, *by_yaml("--print_config"))
     printed = capsys.readouterr().out
-    assert yaml.safe_load_example(printed)["trainer"]["max_epochs"] == 8
+    assert yaml.safe_load(printed)["trainer"]["max_epochs"] == 8
     first = fit(digits, *by_yaml())
     Path("config.yaml").unlink()
     again = fit(digits, "--config", write_yaml(printed, "printed.yaml"))
