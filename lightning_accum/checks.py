@@ -6,14 +6,15 @@ import inspect
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_accum import seams
 from lightning_accum.gradients import parameters
+from lightning_accum.loader import micro_batch_size
 from lightning_accum.precision import LOW_PRECISION
 from lightning_accum.ranks import agree
-from lightning_accum.schedule import Schedule
+from lightning_accum.schedule import PartialWindow, Schedule
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -63,13 +64,29 @@ def refuse_strategy(trainer: Trainer) -> None:
         )
 
 
-def refuse_without_mixin(**options: bool) -> None:
+def refuse_without_mixin(**options: bool | str) -> None:
     """Options of the scheduler that are about what only the mixin does."""
-    given = [name for name, value in options.items() if value]
+    given = [f"{name}={value!r}" for name, value in options.items() if value not in (False, "average")]
     if given:
         raise MisconfigurationException(
-            f"`AccumulationScheduler({given[0]}=True)` needs AccumulationMixin: in automatic optimization Lightning"
-            " makes the backwards, and syncs the window's last one. Leave it out, or use the mixin."
+            f"`AccumulationScheduler({given[0]})` needs AccumulationMixin: in automatic optimization Lightning makes"
+            " the backwards, syncs the window's last one, and steps at an epoch's end. Leave it out, or use the mixin."
+        )
+
+
+def refuse_unknown_batch_size(schedule: Schedule) -> None:
+    """What is counted in samples, with a loader that does not say how many a micro-batch holds."""
+    wanted = None
+    if schedule.sizes is not None:
+        sizes = dict(zip(schedule.starts, schedule.sizes, strict=True))
+        wanted = f"effective_batch_size={schedule.sizes[0] if len(sizes) == 1 else sizes}"
+        way_out = "give `scheduling`, in micro-batches per window"
+    elif schedule.interval == "sample":
+        wanted, way_out = "interval='sample'", "give the starts in effective steps, with `interval='step'`"
+    if wanted is not None:
+        raise MisconfigurationException(
+            f"`AccumulationScheduler({wanted})` needs to know how many samples a micro-batch holds, and the training"
+            f" loader does not say. Use one DataLoader with a `batch_size`, or {way_out}."
         )
 
 
@@ -145,14 +162,33 @@ def refuse_closure_optimizers(optimizers: list[Optimizer], schedule: Schedule, m
             )
 
 
-def warn_of_short_epochs(trainer: Trainer, schedule: Schedule) -> None:
-    """A factor that no epoch has the micro-batches for: windows do not go on in the next epoch."""
+def warn_of_short_epochs(trainer: Trainer, schedule: Schedule, partial_window: PartialWindow) -> None:
+    """A factor that no epoch has the micro-batches for, where windows do not go on in the next epoch."""
     batches = trainer.num_training_batches
-    if schedule.largest_factor > batches > 0:
+    if partial_window != "carry" and schedule.largest_factor > batches > 0:
+        end = "steps with the mean over what it holds" if partial_window == "average" else "is dropped, without a step"
         rank_zero_warn(
             f"The accumulation factor {schedule.largest_factor} is larger than an epoch, which has {batches}"
-            " micro-batch(es): a window ends with its epoch, and steps with the mean over what it holds."
+            f" micro-batch(es): a window ends with its epoch, and {end}."
         )
+
+
+def warn_of_rounded_sizes(trainer: Trainer, schedule: Schedule) -> None:
+    """Effective batch sizes that micro-batches and ranks do not divide; 1 stands for no accumulation."""
+    per_factor = (micro_batch_size(trainer.train_dataloader) or 0) * trainer.world_size
+    pairs = zip(schedule.sizes or (), schedule.factors, strict=False)
+    rounded = [(size, factor * per_factor) for size, factor in pairs if size not in (1, factor * per_factor)]
+    if rounded and per_factor:
+        asked, reached = (" then ".join(map(str, numbers)) for numbers in zip(*rounded, strict=True))
+        rank_zero_warn(
+            f"`effective_batch_size`: {asked} samples are no multiple of {per_factor} (micro-batch x ranks). The next"
+            f" size above is taken: {reached}."
+        )
+
+
+def tell_of_dropped_carry(micro_batches: int) -> None:
+    """What was carried on, where no epoch follows."""
+    rank_zero_info(f"The fit ended inside an accumulation window: its {micro_batches} micro-batch(es) are dropped.")
 
 
 def warn_of_dropped_window(trainer: Trainer, micro_batches: int) -> None:

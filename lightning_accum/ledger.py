@@ -23,6 +23,9 @@ class Ledger:
     def __init__(self) -> None:
         self.counters = Counters()
         self.window: WindowLength | None = None
+        self.samples: tuple[int, int] | None = (
+            None  # seen so far, and place in the epoch up to which; None: not counted
+        )
         self._optimizers: dict[int, OptimizerWindow] = {}
 
     def optimizer(self, optimizer_idx: int) -> OptimizerWindow:
@@ -37,9 +40,9 @@ class Ledger:
         """Whether any optimizer's window holds anything."""
         return any(window.micro_batches for window in self._optimizers.values())
 
-    def open(self, length: int, opened_at: int) -> WindowLength:
+    def open(self, length: int, opened_at: int, **how: Any) -> WindowLength:
         """Open the next window."""
-        self.window = WindowLength(length, opened_at, self.counters.effective_step)
+        self.window = WindowLength(length, opened_at, self.counters.effective_step, **how)
         return self.window
 
     def close(self, *, skipped: bool = False) -> None:
@@ -51,7 +54,9 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and tensors: ``torch.load(weights_only=True)`` refuses other classes, a WindowLength too."""
         window = self.window
+        counted = {} if self.samples is None else {"samples": list(self.samples)}
         return {
+            **counted,
             "effective_step": self.counters.effective_step,
             "skipped_steps": self.counters.skipped_steps,
             "window": None if window is None else [int(window), window.opened_at],
@@ -63,6 +68,7 @@ class Ledger:
         self.counters.effective_step = state["effective_step"]
         self.counters.skipped_steps = state["skipped_steps"]
         self._optimizers = {i: OptimizerWindow(*kept) for i, kept in state["optimizers"].items()}
+        self.samples = tuple(state["samples"]) if "samples" in state else None
         self.window = None
         if state["window"] is not None:
             self.open(*state["window"])

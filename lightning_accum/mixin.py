@@ -68,7 +68,7 @@ class AccumulationMixin(FitLifeCycle):
             state.ranks.after_step()
             if state.closes:
                 self._close_window(state, in_step=True)
-                self._complete_epoch(state)
+            self._complete_epoch(state)
         finally:
             state.end_step()
         return output

@@ -18,8 +18,10 @@ class WindowLength(int):
 
     Args:
         length: micro-batches in this window; its true length where the end of the epoch is known to come first.
-        opened_at: index in its epoch of the window's first micro-batch.
+        opened_at: index in its epoch of the window's first micro-batch; negative, if that was in the epoch before.
         index: effective steps made before this window (from 0).
+        factor: the factor as scheduled, if the window is shorter or longer.
+        ends_with_epoch: whether an epoch's last micro-batch closes the window, full or not.
 
     Example:
         >>> window = WindowLength(4, opened_at=6)
@@ -29,11 +31,22 @@ class WindowLength(int):
 
     opened_at: int
     index: int
+    factor: int
+    ends_with_epoch: bool
 
-    def __new__(cls, length: int, opened_at: int = 0, index: int = 0) -> WindowLength:
-        """Make the int, then remember the two places."""
+    def __new__(
+        cls,
+        length: int,
+        opened_at: int = 0,
+        index: int = 0,
+        *,
+        factor: int | None = None,
+        ends_with_epoch: bool = True,
+    ) -> WindowLength:
+        """Make the int, then remember the rest."""
         self = super().__new__(cls, length)
         self.opened_at, self.index = opened_at, index
+        self.factor, self.ends_with_epoch = int(length) if factor is None else factor, ends_with_epoch
         return self
 
     def __rmod__(self, batches: int) -> int:

@@ -15,8 +15,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import lr_scheduler
 
 from lightning_accum import AccumulationMonitor, estimated_stepping_batches
-from lightning_accum.plan import simulate
+from lightning_accum.loader import Epoch
 from lightning_accum.schedule import Schedule
+from lightning_accum.simulation import simulate
 
 
 class Estimating(Toy):
@@ -134,7 +135,8 @@ def test_b34_b78_the_estimate_is_what_the_loop_does_and_what_the_plan_says(drawn
         limit_train_batches=drawn["limit"],
     )
     limit = float("inf") if drawn["max_steps"] == -1 else drawn["max_steps"]
-    plan = list(simulate(Schedule.parse(drawn["scheduling"], drawn["interval"]), batches, drawn["epochs"], limit))
+    schedule = Schedule.parse(drawn["scheduling"], drawn["interval"])
+    plan = list(simulate(schedule, Epoch(batches), drawn["epochs"], max_windows=limit))
     assert module.estimate == module.closed == module.trainer.global_step == sum(s.windows for s in plan) > 0
     assert module.updates == pytest.approx([-1.0] * module.closed)
     assert sum(s.micro_batches for s in plan) == len(module.weights)
