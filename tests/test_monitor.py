@@ -149,7 +149,9 @@ def test_the_plan_is_a_table_at_fit_start(
 
 def test_the_table_of_steps_shows_where_the_factor_changes_inside_an_epoch(told: Callable[[], list[str]]) -> None:
     monitored(Toy(), items(10, 1), {0: 2, 3: 4}, interval="step", max_epochs=2)
-    assert [figures(table) for table in told()] == [[[0, 2, 3, 2, 0, 2, 0], [0, 4, 1, 4, 3, 4, 6], [1, 4, 3, 2, 4, 4, 10]]]
+    assert [figures(table) for table in told()] == [
+        [[0, 2, 3, 2, 0, 2, 0], [0, 4, 1, 4, 3, 4, 6], [1, 4, 3, 2, 4, 4, 10]]
+    ]
 
 
 def test_the_table_of_two_optimizers_ends_where_max_steps_ends_the_fit(told: Callable[[], list[str]]) -> None:
@@ -169,7 +171,15 @@ def test_with_rich_the_same_table_is_drawn_once(
     drawn = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     cells = [line.strip("┃│").replace("┃", "│").split("│") for line in drawn if line[0] in "┃│"]
     assert [[cell.strip() for cell in row] for row in cells] == [
-        ["epochs", "factor", "windows per epoch", "last window", "from effective step", "effective batch", "from sample"],
+        [
+            "epochs",
+            "factor",
+            "windows per epoch",
+            "last window",
+            "from effective step",
+            "effective batch",
+            "from sample",
+        ],
         ["0-1", "1", "10", "1", "0", "2", "0"],
         ["2-4", "4", "3", "2", "20", "8", "40"],
     ]

@@ -56,7 +56,9 @@ def test_a_bad_schedule_is_refused_with_what_was_given_and_the_way_out(
 
 @pytest.mark.parametrize("interval", ["batch", "epochs", None, ["epoch"]])
 def test_an_unknown_interval_is_refused_with_the_known_ones(interval: Any) -> None:
-    with pytest.raises(ValueError, match=r"`AccumulationScheduler\(interval=.*\)`: accepted are 'epoch' and 'step' and 'sample'"):
+    with pytest.raises(
+        ValueError, match=r"`AccumulationScheduler\(interval=.*\)`: accepted are 'epoch' and 'step' and 'sample'"
+    ):
         AccumulationScheduler({0: 2}, interval=interval)
 
 
