@@ -95,19 +95,20 @@ class Openings:
             self._ledger.window = None
         self.correct_logger_step(trainer, at_least=1)  # the epoch's own metrics are logged one before
 
-    def next(self, trainer: Trainer, batch_idx: int) -> None:
-        """Open a window at this micro-batch."""
+    def next(self, trainer: Trainer, batch_idx: int, *, is_pending: bool) -> None:
+        """Open a window at this micro-batch; or prolong one that holds something and should have closed before it.
+
+        The loader gave None for that one's last place, at which Lightning runs no training step: this one closes it.
+        """
+        overdue = self._ledger.window
+        if overdue is not None and is_pending:
+            self._open(trainer, batch_idx + 1 - overdue.opened_at, overdue.opened_at, overdue.factor)
+            return
         if self._ledger.samples is not None:
             self._see(trainer, batch_idx)
         factor, left = self._factor(trainer), trainer.num_training_batches - batch_idx
         is_short = self._ends_with_epoch and 0 < left < factor
         self._open(trainer, int(left) if is_short else factor, batch_idx)
-
-    def prolong(self, trainer: Trainer, batch_idx: int) -> None:
-        """Let this micro-batch close the window that is overdue."""
-        window = self._ledger.window
-        assert window is not None
-        self._open(trainer, batch_idx + 1 - window.opened_at, window.opened_at, window.factor)
 
     def correct_logger_step(self, trainer: Trainer, at_least: int = 0) -> None:
         """Take back what the loop has added to the loggers' x where an epoch, but no window, has ended."""

@@ -152,7 +152,11 @@ class AccumulationScheduler(Callback):
             return
         checks.refuse_unequal_ends(trainer)
         if self.ledger.window is None or batch_idx >= self.ledger.window.end:
-            self._open_window(trainer, pl_module, batch_idx)
+            seams.unshadow(pl_module, "on_validation_model_zero_grad")
+            if self.ledger.window is None:
+                self._automatic.window.clear()
+            is_pending = not pl_module.automatic_optimization or self._automatic.window.micro_batches > 0
+            self._openings.next(trainer, batch_idx, is_pending=is_pending)
         self._openings.correct_logger_step(trainer)
         self._flags.hold_logs(trainer)
         if pl_module.automatic_optimization:
@@ -201,7 +205,7 @@ class AccumulationScheduler(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.partial_window == "carry" and self.ledger.is_pending:
+        if stage == "fit" and self.partial_window == "carry" and self.ledger.is_pending:
             checks.tell_of_dropped_carry(self.ledger.optimizer(0).micro_batches)
             self.drop_window(trainer)
         self._end(trainer, pl_module)
@@ -226,6 +230,9 @@ class AccumulationScheduler(Callback):
         self._openings = Openings(self.schedule, self.partial_window, self.ledger, self._flags)
         self._restored: dict[str, Any] | None = None
 
+    def _works_for(self, trainer: Trainer, module: LightningModule) -> bool:
+        return module.automatic_optimization and self._flags.in_charge(trainer)
+
     # For the mixin
 
     def drop_window(self, trainer: Trainer) -> None:
@@ -245,21 +252,6 @@ class AccumulationScheduler(Callback):
 
     def _detach(self, trainer: Trainer) -> None:
         seams.set_callbacks(trainer, [callback for callback in seams.callbacks(trainer) if callback is not self])
-
-    # Windows
-
-    def _open_window(self, trainer: Trainer, module: LightningModule, batch_idx: int) -> None:
-        seams.unshadow(module, "on_validation_model_zero_grad")
-        overdue = self.ledger.window
-        if overdue is not None and (not module.automatic_optimization or self._automatic.window.micro_batches):
-            # The loader gave None for its last place, at which Lightning runs no training step: this one closes it.
-            self._openings.prolong(trainer, batch_idx)
-        else:
-            self._automatic.window.clear()
-            self._openings.next(trainer, batch_idx)
-
-    def _works_for(self, trainer: Trainer, module: LightningModule) -> bool:
-        return module.automatic_optimization and self._flags.in_charge(trainer)
 
     # Checkpoints
 
