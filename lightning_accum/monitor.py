@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
@@ -131,10 +132,15 @@ def _show_plan(trainer: Trainer) -> None:
     if plan is None:
         schedule = plans.schedule_of(trainer)
         rank_zero_info(f"{_TITLE}: factor {schedule}; the number of windows is not known beforehand.")
-    elif seams.draws_with_rich():
+    elif has_rich():
         _draw(plan)
     else:
         rank_zero_info(f"{_TITLE} (epochs from 0):\n{plan}")
+
+
+def has_rich() -> bool:
+    """Whether Rich is installed, with which Lightning then draws its own tables."""
+    return find_spec("rich") is not None
 
 
 @rank_zero_only

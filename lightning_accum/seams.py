@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities.imports import _RICH_AVAILABLE
-
 from lightning_accum.window import WindowLength
 
 if TYPE_CHECKING:
@@ -112,11 +110,6 @@ def set_logger_step(trainer: Trainer, steps: int) -> None:
 def logs_now(trainer: Trainer) -> bool:
     """Whether a step metric is due, by ``log_every_n_steps``."""
     return trainer._logger_connector.should_update_logs
-
-
-def draws_with_rich() -> bool:
-    """Whether Lightning draws its own tables with Rich. Fact: it looks for the package once, when it is imported."""
-    return bool(_RICH_AVAILABLE)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_accum import AccumulationMonitor, AccumulationScheduler, seams
+from lightning_accum import AccumulationMonitor, AccumulationScheduler, monitor
 
 DOORS = pytest.mark.parametrize("door", [Toy, ManualToy], ids=["automatic", "mixin"])
 ORDERS = pytest.mark.parametrize("monitor_first", [True, False], ids=["monitor first", "monitor last"])
@@ -82,7 +82,7 @@ def row(factor: int, effective_batch_size: int, effective_step: int, samples: in
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """The plans that were logged, where Rich is not there to draw them."""
-    monkeypatch.setattr(seams, "draws_with_rich", lambda: False)
+    monkeypatch.setattr(monitor, "has_rich", lambda: False)
     monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
     caplog.set_level(logging.INFO, logger="lightning.pytorch")
     return lambda: [m for record in caplog.records if (m := record.getMessage()).startswith("Accumulation plan")]
@@ -165,7 +165,7 @@ def test_the_table_of_two_optimizers_ends_where_max_steps_ends_the_fit(told: Cal
 def test_with_rich_the_same_table_is_drawn_once(
     door: type[Toy], told: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(seams, "draws_with_rich", lambda: True)
+    monkeypatch.setattr(monitor, "has_rich", lambda: True)
     monkeypatch.setattr(rich, "get_console", lambda: rich.console.Console(width=120))
     monitored(door(), items(20, 2), {0: 1, 2: 4}, max_epochs=5)
     drawn = [line for line in capsys.readouterr().out.splitlines() if line.strip()]

@@ -631,7 +631,3 @@ def test_a_loader_set_up_early_is_used_unless_the_fit_resumes() -> None:
     trainer.save_checkpoint("saved.ckpt")
     fit(ckpt_path="saved.ckpt")
     assert len(requests) == 1 + 2
-
-
-def test_lightning_says_whether_it_draws_with_rich() -> None:
-    assert seams.draws_with_rich() is True  # a requirement of the tests
