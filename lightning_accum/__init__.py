@@ -2,6 +2,7 @@
 
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.equivalence import EquivalenceReport, check_equivalence
+from lightning_accum.forecast import AccumulationPlan, accumulation_plan
 from lightning_accum.lr_scaling import LearningRateScaler
 from lightning_accum.mixin import AccumulationMixin
 from lightning_accum.monitor import AccumulationMonitor
@@ -15,12 +16,14 @@ __version__ = "0.1.0"
 __all__ = [
     "AccumulationMixin",
     "AccumulationMonitor",
+    "AccumulationPlan",
     "AccumulationScheduler",
     "EffectiveStep",
     "EquivalenceReport",
     "LearningRateScaler",
     "NonFiniteGuard",
     "ValidateEveryNSteps",
+    "accumulation_plan",
     "check_equivalence",
     "estimated_stepping_batches",
 ]

@@ -12,20 +12,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_accum.gradients import parameters
 from lightning_accum.loader import micro_batch_size, samples
 from lightning_accum.precision import LOW_PRECISION
-from lightning_accum.schedule import Schedule
+from lightning_accum.schedule import PartialWindow, Schedule
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from torch.optim import Optimizer
 
 
-def warn_of_short_epochs(trainer: Trainer, schedule: Schedule) -> None:
-    """A factor that no epoch has the micro-batches for: windows do not go on in the next epoch."""
+def warn_of_short_epochs(trainer: Trainer, schedule: Schedule, partial_window: PartialWindow) -> None:
+    """A factor that no epoch has the micro-batches for, where windows do not go on in the next epoch."""
     batches = trainer.num_training_batches
-    if schedule.largest_factor > batches > 0:
+    if partial_window != "carry" and schedule.largest_factor > batches > 0:
+        end = "steps with the mean over what it holds" if partial_window == "average" else "is dropped, without a step"
         rank_zero_warn(
             f"The accumulation factor {schedule.largest_factor} is larger than an epoch, which has {batches}"
-            " micro-batch(es): a window ends with its epoch, and steps with the mean over what it holds."
+            f" micro-batch(es): a window ends with its epoch, and {end}."
         )
 
 
@@ -48,7 +49,7 @@ def warn_of_batch_norm(trainer: Trainer, module: LightningModule, schedule: Sche
     )
 
 
-def unequal_micro_batches(trainer: Trainer, schedule: Schedule) -> str | None:
+def unequal_micro_batches(trainer: Trainer, schedule: Schedule, partial_window: PartialWindow) -> str | None:
     """What to tell, as soon as nobody says what a micro-batch weighs, where the epoch's last one is smaller.
 
     Not told if it has its window for itself. By steps that differs from epoch to epoch.
@@ -57,7 +58,7 @@ def unequal_micro_batches(trainer: Trainer, schedule: Schedule) -> str | None:
     if size is None or batches == inf:
         return None
     in_last = (samples(trainer, int(batches) - 1, int(batches)) or size) // trainer.world_size
-    shares = any(n > 1 and (schedule.interval != "epoch" or (batches - 1) % n) for n in schedule.factors)
+    shares = any(_shares_a_window(int(batches), n, schedule, partial_window) for n in schedule.factors)
     if in_last == size or not shares:
         return None
     return (
@@ -65,6 +66,13 @@ def unequal_micro_batches(trainer: Trainer, schedule: Schedule) -> str | None:
         " window as the others. `accumulate(loss, weight=...)` or `AccumulationScheduler(..., weight_fn=...)` says how"
         " much each weighs; `DataLoader(drop_last=True)` leaves it out."
     )
+
+
+def _shares_a_window(batches: int, factor: int, schedule: Schedule, partial_window: PartialWindow) -> bool:
+    """Whether an epoch's last micro-batch may be in a window with others, that is stepped."""
+    if factor == 1 or schedule.interval != "epoch" or partial_window == "carry":
+        return factor > 1
+    return batches % factor == 0 if partial_window == "drop" else batches % factor != 1
 
 
 def warn_of_low_precision(optimizers: list[Optimizer], schedule: Schedule, in_float32: bool) -> None:

@@ -6,11 +6,12 @@ import inspect
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_accum import seams
 from lightning_accum.gradients import parameters
+from lightning_accum.loader import micro_batch_size
 from lightning_accum.ranks import agree
 from lightning_accum.schedule import Schedule
 
@@ -62,13 +63,29 @@ def refuse_strategy(trainer: Trainer) -> None:
         )
 
 
-def refuse_without_mixin(**options: bool) -> None:
+def refuse_without_mixin(**options: bool | str) -> None:
     """Options of the scheduler that are about what only the mixin does."""
-    given = [name for name, value in options.items() if value]
+    given = [f"{name}={value!r}" for name, value in options.items() if value not in (False, "average")]
     if given:
         raise MisconfigurationException(
-            f"`AccumulationScheduler({given[0]}=True)` needs AccumulationMixin: in automatic optimization Lightning"
-            " makes the backwards, and syncs the window's last one. Leave it out, or use the mixin."
+            f"`AccumulationScheduler({given[0]})` needs AccumulationMixin: in automatic optimization Lightning makes"
+            " the backwards, syncs the window's last one, and steps at an epoch's end. Leave it out, or use the mixin."
+        )
+
+
+def refuse_unknown_batch_size(schedule: Schedule) -> None:
+    """What is counted in samples, with a loader that does not say how many a micro-batch holds."""
+    wanted = None
+    if schedule.sizes is not None:
+        sizes = dict(zip(schedule.starts, schedule.sizes, strict=True))
+        wanted = f"effective_batch_size={schedule.sizes[0] if len(sizes) == 1 else sizes}"
+        way_out = "give `scheduling`, in micro-batches per window"
+    elif schedule.interval == "sample":
+        wanted, way_out = "interval='sample'", "give the starts in effective steps, with `interval='step'`"
+    if wanted is not None:
+        raise MisconfigurationException(
+            f"`AccumulationScheduler({wanted})` needs to know how many samples a micro-batch holds, and the training"
+            f" loader does not say. Use one DataLoader with a `batch_size`, or {way_out}."
         )
 
 
@@ -142,6 +159,24 @@ def refuse_closure_optimizers(optimizers: list[Optimizer], schedule: Schedule, m
                 " window's last micro-batch only. Use it in automatic optimization with factor 1, or another optimizer."
                 f" The schedule is: {schedule}."
             )
+
+
+def warn_of_rounded_sizes(trainer: Trainer, schedule: Schedule) -> None:
+    """Effective batch sizes that micro-batches and ranks do not divide; 1 stands for no accumulation."""
+    per_factor = (micro_batch_size(trainer.train_dataloader) or 0) * trainer.world_size
+    pairs = zip(schedule.sizes or (), schedule.factors, strict=False)
+    rounded = [(size, factor * per_factor) for size, factor in pairs if size not in (1, factor * per_factor)]
+    if rounded and per_factor:
+        asked, reached = (" then ".join(map(str, numbers)) for numbers in zip(*rounded, strict=True))
+        rank_zero_warn(
+            f"`effective_batch_size`: {asked} samples are no multiple of {per_factor} (micro-batch x ranks). The next"
+            f" size above is taken: {reached}."
+        )
+
+
+def tell_of_dropped_carry(micro_batches: int) -> None:
+    """What was carried on, where no epoch follows."""
+    rank_zero_info(f"The fit ended inside an accumulation window: its {micro_batches} micro-batch(es) are dropped.")
 
 
 def warn_of_dropped_window(micro_batches: int) -> None:

@@ -25,6 +25,8 @@ class Ledger:
         self.window: WindowLength | None = None
         self.has_batch = False  # the present micro-batch is in the window, or has closed it
         self.in_backward = False
+        # Seen so far, and the place in the epoch up to which; None: not counted.
+        self.samples: tuple[int, int] | None = None
         self._optimizers: dict[int, OptimizerWindow] = {}
 
     def optimizer(self, optimizer_idx: int) -> OptimizerWindow:
@@ -58,9 +60,9 @@ class Ledger:
         """A micro-batch begins."""
         self.has_batch = self.in_backward = False
 
-    def open(self, length: int, opened_at: int) -> WindowLength:
+    def open(self, length: int, opened_at: int, **how: Any) -> WindowLength:
         """Open the next window."""
-        self.window = WindowLength(length, opened_at, self.counters.effective_step)
+        self.window = WindowLength(length, opened_at, self.counters.effective_step, **how)
         return self.window
 
     def close(self, *, skipped: bool = False) -> None:
@@ -74,7 +76,9 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and tensors: ``torch.load(weights_only=True)`` refuses other classes, a WindowLength too."""
         window = self.window
+        counted = {} if self.samples is None else {"samples": list(self.samples)}
         return {
+            **counted,
             "effective_step": self.counters.effective_step,
             "skipped_steps": self.counters.skipped_steps,
             "window": None if window is None else [int(window), window.opened_at],
@@ -86,6 +90,7 @@ class Ledger:
         self.counters.effective_step = state["effective_step"]
         self.counters.skipped_steps = state["skipped_steps"]
         self._optimizers = {i: OptimizerWindow(*kept) for i, kept in state["optimizers"].items()}
+        self.samples = tuple(state["samples"]) if "samples" in state else None
         self.window = None
         if state["window"] is not None:
             self.open(*state["window"])

@@ -73,7 +73,7 @@ class AccumulationMixin(OptimizerStep):
             state.ranks.after_step()
             if state.closes:
                 self._close_window(state, in_step=True)
-                self._complete_epoch(state)
+            self._complete_epoch(state)
         finally:
             state.end_step()
         return output

@@ -182,8 +182,7 @@ class FitLifeCycle(WindowOwner, _Module):
         if state is None:
             return
         if state.scheduler.ledger.is_pending:  # the loop has left an open window
-            self._close_window(state, in_step=False)
-            seams.advance_logger_step(state.trainer)
+            self._leave_window(state)
         if state.is_mid_epoch:  # left by `on_train_batch_start` that returned -1
             self._complete_epoch(state)
         own_hook = self.on_train_epoch_end
@@ -195,11 +194,22 @@ class FitLifeCycle(WindowOwner, _Module):
 
         seams.shadow_once(self, "on_train_epoch_end", own_hook_then_schedulers)
 
+    def _leave_window(self, state: FitState) -> None:
+        """Do what `partial_window` says with a window that is open where its epoch ends."""
+        if state.scheduler.partial_window == "average":
+            self._close_window(state, in_step=False)
+            seams.advance_logger_step(state.trainer)
+        elif state.scheduler.partial_window == "drop":
+            state.scheduler.drop_window(state.trainer)
+
     def _complete_epoch(self, state: FitState) -> None:
         """Step the LR schedulers of interval epoch if the epoch has come to its end."""
         state.is_mid_epoch = not seams.epoch_is_complete(state.trainer)
-        if not state.is_mid_epoch:
-            state.lr_schedulers.after_epoch(state.trainer, self, with_metric=False)
+        if state.is_mid_epoch:
+            return
+        if state.scheduler.partial_window == "drop":  # before a validation or a checkpoint
+            state.scheduler.drop_window(state.trainer)
+        state.lr_schedulers.after_epoch(state.trainer, self, with_metric=False)
 
     @override
     def _accumulation_end(self) -> None:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from math import inf
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum import plan, seams
+from lightning_accum import plan as plans
+from lightning_accum import seams
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.loader import micro_batch_size, samples
+from lightning_accum.forecast import AccumulationPlan
+from lightning_accum.loader import samples
 from lightning_accum.window import current_window
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-_COLUMNS = ("epochs", "factor", "effective batch", "windows per epoch", "last window", "from effective step")
+_TITLE = "Accumulation plan"
 
 
 class AccumulationMonitor(Callback):
@@ -59,7 +61,7 @@ class AccumulationMonitor(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        plan.require_scheduler(trainer, pl_module, self)
+        plans.require_scheduler(trainer, pl_module, self)
         if trainer.global_step == 0:
             self._samples = 0
         others = seams.callbacks(trainer)
@@ -68,7 +70,7 @@ class AccumulationMonitor(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_index = -1
-        rank_zero_info(_table(trainer))
+        _show_plan(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -89,7 +91,7 @@ class AccumulationMonitor(Callback):
         window = current_window(trainer)
         in_window = samples(trainer, window.opened_at, seams.ready_batches(trainer))
         metrics: dict[str, Any] = {
-            "accumulation/factor": plan.scheduled_factor(trainer),
+            "accumulation/factor": window.factor,
             "accumulation/effective_step": step.index + 1,
         }
         if in_window is not None:
@@ -122,24 +124,30 @@ class AccumulationMonitor(Callback):
         self._samples = state_dict["samples"]
 
 
-def _table(trainer: Trainer) -> str:
-    """The plan, one row for epochs that look the same; what the loader does not tell is left out."""
-    size = micro_batch_size(trainer.train_dataloader)
-    batches, epochs, max_windows = plan.limits(trainer, len(trainer.optimizers))
-    schedule = plan.schedule_of(trainer)
-    if inf in (batches, min(epochs, max_windows)):
-        return f"Accumulation plan: factor {schedule}; the number of windows is not known beforehand."
-    rows = [
-        (
-            str(row.first_epoch) if row.first_epoch == row.last_epoch else f"{row.first_epoch}-{row.last_epoch}",
-            str(row.factor),
-            "?" if size is None else str(size * row.factor * trainer.world_size),
-            str(row.windows),
-            str(row.last_window),
-            str(row.first_step),
-        )
-        for row in plan.merge(plan.simulate(schedule, int(batches), epochs, max_windows))
-    ]
-    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (_COLUMNS, *rows)]
-    return "\n".join(["Accumulation plan (epochs from 0):", *(line.rstrip() for line in lines)])
+def _show_plan(trainer: Trainer) -> None:
+    """The plan as a table: drawn with Rich where Lightning draws its own so, else as text in the log."""
+    plan = plans.plan_of(trainer, len(trainer.optimizers))
+    if plan is None:
+        schedule = plans.schedule_of(trainer)
+        rank_zero_info(f"{_TITLE}: factor {schedule}; the number of windows is not known beforehand.")
+    elif has_rich():
+        _draw(plan)
+    else:
+        rank_zero_info(f"{_TITLE} (epochs from 0):\n{plan}")
+
+
+def has_rich() -> bool:
+    """Whether Rich is installed, with which Lightning then draws its own tables."""
+    return find_spec("rich") is not None
+
+
+@rank_zero_only
+def _draw(plan: AccumulationPlan) -> None:
+    from rich import get_console
+    from rich.table import Table
+
+    head, *rows = plan.cells()
+    table = Table(*head, title=f"{_TITLE} (epochs from 0)")
+    for row in rows:
+        table.add_row(*row)
+    get_console().print(table)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +19,11 @@ from lightning_accum.automatic import AutomaticWindow
 from lightning_accum.flags import TrainerFlags
 from lightning_accum.gradients import WindowGradients
 from lightning_accum.ledger import Ledger
+from lightning_accum.openings import Openings
 from lightning_accum.owner import WindowOwner
 from lightning_accum.ranks import sync_first_backward
-from lightning_accum.schedule import Interval, Schedule
+from lightning_accum.schedule import Interval, PartialWindow, refuse_unknown, requested
 from lightning_accum.weighting import Weight
-from lightning_accum.window import WindowLength
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -40,11 +40,18 @@ class AccumulationScheduler(Callback):
     Args:
         scheduling: the accumulation factor (micro-batches per window), or ``{start: factor}``, for example
             ``{0: 1, 5: 4}``. Starts count from 0; a missing start 0 means factor 1 from 0.
-        interval: the unit of the starts: ``"epoch"``, or ``"step"`` for effective steps (windows closed, skipped ones
-            included, as ``trainer.global_step`` counts).
+        interval: the unit of the starts: ``"epoch"``; ``"step"`` for effective steps (windows closed, skipped ones
+            included, as ``trainer.global_step`` counts); ``"sample"`` for samples seen on all ranks, of which the
+            loader must tell its ``batch_size``.
+        effective_batch_size: instead of ``scheduling``: samples per window on all ranks, or ``{start: samples}``. The
+            factor follows from the loader's ``batch_size`` and the number of ranks. Where these do not divide it, the
+            next size above is taken, and a warning says so.
         weight_fn: how much a micro-batch weighs, from the batch: its samples or unmasked tokens, as a number or a
             tensor of shape ``()``. Without it micro-batches weigh the same. Give it where they are unequal and the loss
             is a mean over their items: the window's gradient is ``sum(weight * grad loss) / sum(weight)``.
+        partial_window: what becomes of the short window that an epoch ends with. ``"average"``: a step with the mean
+            over what it holds. ``"drop"``: it is thrown away, and counts as no effective step. ``"carry"``: it goes on
+            in the next epoch; what is left at the fit's end is dropped. The last two need the mixin.
         accumulate_in_float32: whether the gradients of bf16 and fp16 parameters are summed in float32, at the cost of
             one float32 tensor per such parameter. In bf16 256 + 1 is 256: long windows lose what is small.
         save_gradients: whether a checkpoint that is made inside a window holds the window's gradients (one tensor per
@@ -55,9 +62,10 @@ class AccumulationScheduler(Callback):
 
     Raises:
         TypeError: a factor or start that is not an int, or a mapping of names.
-        ValueError: an empty mapping, a factor below 1, a negative start, an unknown interval.
-        MisconfigurationException: at fit start, with a setting that does not fit: the Trainer's own factor, another
-            scheduler, a strategy that accumulates by itself, a closure optimizer, manual optimization without a mixin.
+        ValueError: an empty mapping, a factor below 1, a negative start, an unknown interval or ``partial_window``.
+        MisconfigurationException: both or none of ``scheduling`` and ``effective_batch_size``; at fit start, a setting
+            that does not fit: the Trainer's own factor, another scheduler, a strategy that accumulates by itself, a
+            closure optimizer, manual optimization without a mixin, samples of a loader that does not tell them.
 
     Example:
         >>> import lightning as L
@@ -69,28 +77,30 @@ class AccumulationScheduler(Callback):
 
     def __init__(
         self,
-        scheduling: int | dict[int, int],
+        scheduling: int | dict[int, int] | None = None,
         *,
         interval: Interval = "epoch",
+        effective_batch_size: int | dict[int, int] | None = None,
         weight_fn: Callable[[Any], Any] | None = None,  # a class as its result would make jsonargparse want a factory
+        partial_window: PartialWindow = "average",
         accumulate_in_float32: bool = False,
         save_gradients: bool = True,
         sync_each_micro_batch: bool = False,
     ) -> None:
-        self.schedule = Schedule.parse(scheduling, interval)
-        self.scheduling = scheduling if isinstance(scheduling, int) else dict(scheduling)
+        refuse_unknown("partial_window", partial_window, PartialWindow)
+        self.schedule = requested(scheduling, effective_batch_size, interval)
+        self.scheduling = dict(scheduling) if isinstance(scheduling, Mapping) else scheduling
+        self.partial_window = partial_window
         self.weight_fn = weight_fn
         self.save_gradients = save_gradients
         self.sync_each_micro_batch = sync_each_micro_batch
         self.gradients = WindowGradients(accumulate_in_float32)
-        self.ledger = Ledger()
         self.is_attached = False  # by the mixin, for one fit
         self._automatic = AutomaticWindow(self.gradients, is_weighted=weight_fn is not None)
         self._backward = checks.FirstBackward(self.schedule)
         self._flags = TrainerFlags()
-        self._restored: dict[str, Any] | None = None
-        self._has_failed = False
         self._if_unweighted: str | None = None  # to be told if nobody says what a micro-batch weighs
+        self._begin_books()
 
     # In the order of a run
 
@@ -104,48 +114,50 @@ class AccumulationScheduler(Callback):
         checks.refuse_strategy(trainer)
         checks.refuse_sync_each_under_offload(trainer, self.sync_each_micro_batch)
         checks.refuse_second_scheduler(trainer)
-        self.ledger, self._restored, self._has_failed = Ledger(), None, False
-        self.gradients.end()
+        self._begin_books()
         if isinstance(pl_module, WindowOwner):
             pl_module._accumulation_begin(trainer, self)
         elif not pl_module.automatic_optimization:
             checks.refuse_manual_optimization(pl_module)
         else:
             checks.refuse_two_factors(trainer)
-            checks.refuse_without_mixin(sync_each_micro_batch=self.sync_each_micro_batch)
-        self._flags.show(trainer, WindowLength(self.schedule.factor_at(0)))
+            checks.refuse_without_mixin(
+                sync_each_micro_batch=self.sync_each_micro_batch, partial_window=self.partial_window
+            )
+        self._openings.begin_fit(trainer, pl_module)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._openings.settle(trainer)  # again: BatchSizeFinder has come in between
+        seams.forget_data(trainer)
+        schedule = self._openings.schedule
         checks.refuse_float32_over_ranks(trainer, self.gradients.in_float32)
-        checks.refuse_closure_optimizers(trainer.optimizers, self.schedule, not pl_module.automatic_optimization)
-        advice.warn_of_low_precision(trainer.optimizers, self.schedule, self.gradients.in_float32)
+        checks.refuse_closure_optimizers(trainer.optimizers, schedule, not pl_module.automatic_optimization)
+        advice.warn_of_low_precision(trainer.optimizers, schedule, self.gradients.in_float32)
         self.gradients.start(trainer.optimizers)
-        self._backward = checks.FirstBackward(self.schedule)
+        self._backward = checks.FirstBackward(schedule)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restore(trainer, pl_module)
-        # Before the first micro-batch of a resumed fit the loop asks whether the last one had closed its window.
-        opened_at = seams.ready_batches(trainer)
-        window = self.ledger.window or WindowLength(
-            self._factor(trainer), opened_at, self.ledger.counters.effective_step
-        )
-        self._flags.write(trainer, window)
+        self._openings.resume(trainer)
         if pl_module.automatic_optimization:
             sync_first_backward(trainer)
         if isinstance(pl_module, WindowOwner):
             pl_module._accumulation_start()
         checks.refuse_unequal_loaders(trainer)
+        schedule = self._openings.schedule
         checks.warn_of_plain_loader(trainer)
-        advice.warn_of_short_epochs(trainer, self.schedule)
-        advice.warn_of_batch_norm(trainer, pl_module, self.schedule)
-        self._if_unweighted = advice.unequal_micro_batches(trainer, self.schedule)
-        rank_zero_info(plan.arithmetic(trainer, self.schedule))
+        checks.warn_of_rounded_sizes(trainer, schedule)
+        advice.warn_of_short_epochs(trainer, schedule, self.partial_window)
+        advice.warn_of_batch_norm(trainer, pl_module, schedule)
+        self._if_unweighted = advice.unequal_micro_batches(trainer, schedule, self.partial_window)
+        rank_zero_info(plan.arithmetic(trainer, schedule))
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._drop_window(trainer)
+        self._drop_what_is_left_open(trainer)
+        self._openings.begin_epoch(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -154,9 +166,16 @@ class AccumulationScheduler(Callback):
             return
         if self._restored is not None:  # by a finder inside the fit, which loads what it has saved before it ran
             self._restore(trainer, pl_module)
+            self._openings.resume(trainer)
         checks.refuse_unequal_ends(trainer)
         if self.ledger.window is None or batch_idx >= self.ledger.window.end:
-            self._flags.write(trainer, self._next_window(trainer, pl_module, batch_idx))
+            seams.unshadow(pl_module, "on_validation_model_zero_grad")
+            self.gradients.start(trainer.optimizers)
+            if self.ledger.window is None:
+                self._automatic.window.clear()
+            is_pending = not pl_module.automatic_optimization or self._automatic.window.micro_batches > 0
+            self._openings.next(trainer, batch_idx, is_pending=is_pending)
+        self._openings.correct_logger_step(trainer)
         self._flags.hold_logs(trainer)
         if pl_module.automatic_optimization:
             self._automatic.begin_batch(self.weigh(batch, pl_module.device))
@@ -208,11 +227,16 @@ class AccumulationScheduler(Callback):
         if isinstance(pl_module, WindowOwner):
             pl_module._accumulation_epoch_end()
         # A window that the loop has left open in automatic optimization stays, for the checkpoints made at the end.
+        is_left_open = pl_module.automatic_optimization and self._automatic.window.micro_batches > 0
+        self._openings.end_epoch(trainer, keeps_window=is_left_open)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and self.partial_window == "carry" and self.ledger.is_pending:
+            checks.tell_of_dropped_carry(self.ledger.optimizer(0).micro_batches)
+            self.drop_window(trainer)
+        self._drop_what_is_left_open(trainer)
         self._end(trainer, pl_module)
-        self._drop_window(trainer)
         self.gradients.end()
         if self.is_attached:
             self._detach(trainer)
@@ -232,7 +256,30 @@ class AccumulationScheduler(Callback):
         if isinstance(module, WindowOwner):
             module._accumulation_end()
 
+    def _begin_books(self) -> None:
+        self.ledger = Ledger()
+        self._openings = Openings(self.schedule, self.partial_window, self.ledger, self._flags)
+        self._restored: dict[str, Any] | None = None
+        self._has_failed = False
+        self.gradients.end()
+
+    def _drop_what_is_left_open(self, trainer: Trainer) -> None:
+        """Drop a window that the loop has left in automatic optimization, where nobody steps for it."""
+        if self.ledger.window is not None and (dropped := self._automatic.window.micro_batches):
+            checks.warn_of_dropped_window(dropped)
+            self.drop_window(trainer)
+
+    def _works_for(self, trainer: Trainer, module: LightningModule) -> bool:
+        return module.automatic_optimization and self._flags.in_charge(trainer)
+
     # For the mixin
+
+    def drop_window(self, trainer: Trainer) -> None:
+        """Forget the open window and its gradients; it is not counted."""
+        for optimizer_idx, optimizer in enumerate(trainer.optimizers):
+            self.gradients.drop(optimizer)
+            self.ledger.optimizer(optimizer_idx).clear()
+        self.ledger.window = None
 
     def weigh(self, batch: Any, device: torch.device, default: float | None = None) -> Weight:
         """What the micro-batch weighs if nobody says it otherwise."""
@@ -251,34 +298,6 @@ class AccumulationScheduler(Callback):
 
     def _detach(self, trainer: Trainer) -> None:
         seams.set_callbacks(trainer, [callback for callback in seams.callbacks(trainer) if callback is not self])
-
-    # Windows
-
-    def _next_window(self, trainer: Trainer, module: LightningModule, batch_idx: int) -> WindowLength:
-        seams.unshadow(module, "on_validation_model_zero_grad")
-        overdue = self.ledger.window
-        if overdue is not None and (not module.automatic_optimization or self._automatic.window.micro_batches):
-            # The loader gave None for its last place, at which Lightning runs no training step: this one closes it.
-            return self.ledger.open(batch_idx + 1 - overdue.opened_at, overdue.opened_at)
-        self._automatic.window.clear()
-        self.gradients.start(trainer.optimizers)
-        left = trainer.num_training_batches - batch_idx
-        length = min(self._factor(trainer), left) if left > 0 else self._factor(trainer)
-        return self.ledger.open(int(length), batch_idx)
-
-    def _drop_window(self, trainer: Trainer) -> None:
-        """Drop what the loop has left open, where nobody steps for it."""
-        if self.ledger.window is not None and (dropped := self._automatic.window.micro_batches):
-            checks.warn_of_dropped_window(dropped)
-            self.gradients.drop(trainer.optimizers[0])
-            self._automatic.window.clear()
-        self.ledger.window = None
-
-    def _factor(self, trainer: Trainer) -> int:
-        return self.schedule.factor(epoch=trainer.current_epoch, effective_step=self.ledger.counters.effective_step)
-
-    def _works_for(self, trainer: Trainer, module: LightningModule) -> bool:
-        return module.automatic_optimization and self._flags.in_charge(trainer)
 
     # Checkpoints
 

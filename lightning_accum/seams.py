@@ -15,6 +15,8 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
+from lightning_accum.window import WindowLength
+
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -34,8 +36,12 @@ def closes_window(trainer: Trainer) -> bool:
     """Whether the present micro-batch is its window's last one.
 
     Fact: the loop steps iff ``ready % trainer.accumulate_grad_batches == 0`` or the batch is the epoch's last one, and
-    counts a micro-batch as ready before ``on_train_batch_start``.
+    counts a micro-batch as ready before ``on_train_batch_start``. The second half is not for windows that are not to
+    end there.
     """
+    window = trainer.accumulate_grad_batches
+    if isinstance(window, WindowLength) and not window.ends_with_epoch:
+        return trainer.fit_loop.epoch_loop._accumulated_batches_reached()
     return not trainer.fit_loop._should_accumulate()
 
 
@@ -81,6 +87,48 @@ def loader_is_resumable(trainer: Trainer) -> bool:
     return all(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in loaders)
 
 
+def passed_batches(trainer: Trainer) -> int:
+    """Micro-batches of this epoch that are behind us; those of the last one, where the next epoch begins.
+
+    Fact: one that ``on_train_batch_start`` has left the epoch at was neither started nor completed; one that the loader
+    gave None for is completed only; one at whose ``on_train_batch_end`` a checkpoint was made is started only. The loop
+    sets the counts back after ``on_train_epoch_start``.
+    """
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return int(max(progress.started, progress.completed))
+
+
+def all_batches(trainer: Trainer) -> int:
+    """Micro-batches that the loop has begun in the whole training, on one rank."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
+def skips_epoch_start(trainer: Trainer) -> bool:
+    """Whether the next micro-batch is the first one of an epoch that no hook tells of; asked in ``on_train_start``.
+
+    Fact: from a checkpoint made in ``on_train_batch_end`` of an epoch's last micro-batch Lightning goes on with the
+    next epoch, and calls neither ``on_train_epoch_end`` nor ``on_train_epoch_start``.
+    """
+    loop = trainer.fit_loop
+    left_in_batch_end = loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_train_batch_end
+    return left_in_batch_end and loop.epoch_loop.batch_progress.is_last_batch
+
+
+def set_up_data(trainer: Trainer) -> None:
+    """Let ``trainer.train_dataloader`` be there before training, as `Trainer.estimated_stepping_batches` does."""
+    if trainer.train_dataloader is None:
+        trainer.fit_loop.setup_data()
+
+
+def forget_data(trainer: Trainer) -> None:
+    """Let a resumed fit set its loader up again, if somebody has done so already in ``configure_optimizers``.
+
+    Fact: Lightning brings a loader's state back where it sets the loader up, and by then has read no checkpoint.
+    """
+    if trainer.ckpt_path is not None:
+        trainer.fit_loop._combined_loader = None
+
+
 def epoch_is_complete(trainer: Trainer) -> bool:
     """Whether the epoch's last micro-batch was reached; Lightning's condition for LR schedulers of interval epoch."""
     return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
@@ -94,6 +142,11 @@ def logger_step(trainer: Trainer) -> int:
 def advance_logger_step(trainer: Trainer) -> None:
     """Count a window that was closed outside a micro-batch, which the loop cannot know of."""
     trainer.fit_loop.epoch_loop._batches_that_stepped += 1
+
+
+def set_logger_step(trainer: Trainer, steps: int) -> None:
+    """Say how many windows were closed, where the loop has counted one that an epoch's end has not closed."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = steps
 
 
 def logs_now(trainer: Trainer) -> bool:

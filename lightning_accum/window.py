@@ -18,8 +18,10 @@ class WindowLength(int):
 
     Args:
         length: micro-batches in this window; its true length where the end of the epoch is known to come first.
-        opened_at: index in its epoch of the window's first micro-batch.
+        opened_at: index in its epoch of the window's first micro-batch; negative, if that was in the epoch before.
         index: effective steps made before this window (from 0).
+        factor: the factor as scheduled, if the window is shorter or longer.
+        ends_with_epoch: whether an epoch's last micro-batch closes the window, full or not.
 
     ``is_closed`` says that it was counted; it stays on the Trainer until the next window opens.
 
@@ -32,11 +34,22 @@ class WindowLength(int):
     opened_at: int
     index: int
     is_closed: bool
+    factor: int
+    ends_with_epoch: bool
 
-    def __new__(cls, length: int, opened_at: int = 0, index: int = 0) -> WindowLength:
-        """Make the int, then remember the two places."""
+    def __new__(
+        cls,
+        length: int,
+        opened_at: int = 0,
+        index: int = 0,
+        *,
+        factor: int | None = None,
+        ends_with_epoch: bool = True,
+    ) -> WindowLength:
+        """Make the int, then remember the rest."""
         self = super().__new__(cls, length)
         self.opened_at, self.index, self.is_closed = opened_at, index, False
+        self.factor, self.ends_with_epoch = int(length) if factor is None else factor, ends_with_epoch
         return self
 
     def __rmod__(self, batches: int) -> int:

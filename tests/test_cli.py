@@ -56,6 +56,11 @@ def test_interval_step_counts_effective_steps_in_yaml() -> None:
     assert_scheduled(run_cli("--config", config), [0, 1, 3, 5, 7, 11, 15])
 
 
+def test_an_effective_batch_size_by_samples_in_yaml() -> None:
+    config = scheduler_yaml("null", interval="sample", effective_batch_size="{0: 2, 8: 4}")
+    assert_scheduled(run_cli("--config", config))
+
+
 def test_interval_step_counts_effective_steps_on_the_command_line() -> None:
     flags = ("--trainer.callbacks.scheduling={0: 1, 2: 2, 4: 4}", "--trainer.callbacks.interval=step")
     assert_scheduled(run_cli(SHORT_NAME, *flags, model=ManualToy), [0, 1, 3, 5, 7, 11, 15])
@@ -163,7 +168,7 @@ def test_weight_fn_is_printed_as_its_import_path(capsys: pytest.CaptureFixture[s
 # Refused
 
 
-REFUSED = r'AccumulationScheduler\(scheduling=|Parser key "scheduling"|arguments are required: scheduling'
+REFUSED = r'AccumulationScheduler\((scheduling=|\)`: give one of the two)|Parser key "scheduling"'
 
 
 @pytest.mark.parametrize(

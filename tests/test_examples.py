@@ -56,9 +56,16 @@ def one_cycle(max_lr: float, steps: int) -> list[float]:
 
 def test_every_example_is_run_here() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
-        *("callback_only.py", "digits.py", "gan.py", "memory.py"),
+        *("batch_warmup.py", "callback_only.py", "digits.py", "gan.py", "memory.py"),
         *("hf_finetune.py", "hf_language_model.py"),
     }
+
+
+def test_a_growing_batch_makes_fewer_steps_of_the_same_samples() -> None:
+    printed = run_example(EXAMPLES / "batch_warmup.py")
+    # 12 epochs of 40 micro-batches of 32 samples: 160 windows of 1, 80 of 2, 40 of 4
+    assert re.findall(r"(\w+) batch: (\d+) effective steps", printed) == [("constant", "480"), ("growing", "280")]
+    assert Path("batch_warmup.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_callback_alone_equals_the_big_batch() -> None:

@@ -57,7 +57,9 @@ def test_samples_are_what_the_loader_yields(items: int, size: int, drop_last: bo
     loader: Any = DataLoader(torch.ones(items, dtype=torch.float64), batch_size=size, drop_last=drop_last)  # type: ignore[arg-type]
     yielded = [len(batch) for batch in loader]
     end = min(first + length, len(yielded))
-    trainer: Any = SimpleNamespace(train_dataloader=loader, world_size=1)
+    if not yielded:
+        return
+    trainer: Any = SimpleNamespace(train_dataloader=loader, world_size=1, num_training_batches=len(yielded))
     if first < end:
         assert samples(trainer, first, end) == sum(yielded[first:end])
     trainer.world_size = 3

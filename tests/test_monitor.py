@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import rich.console
 import torch
 from helpers import ManualToy, Toy, TwoWeights, Unsized, as_given, make_trainer, ones
 from lightning.pytorch.loggers import Logger
@@ -16,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_accum import AccumulationMonitor, AccumulationScheduler
+from lightning_accum import AccumulationMonitor, AccumulationScheduler, monitor
 
 DOORS = pytest.mark.parametrize("door", [Toy, ManualToy], ids=["automatic", "mixin"])
 ORDERS = pytest.mark.parametrize("monitor_first", [True, False], ids=["monitor first", "monitor last"])
@@ -80,7 +81,8 @@ def row(factor: int, effective_batch_size: int, effective_step: int, samples: in
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """The plans that were logged."""
+    """The plans that were logged, where Rich is not there to draw them."""
+    monkeypatch.setattr(monitor, "has_rich", lambda: False)
     monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
     caplog.set_level(logging.INFO, logger="lightning.pytorch")
     return lambda: [m for record in caplog.records if (m := record.getMessage()).startswith("Accumulation plan")]
@@ -97,9 +99,9 @@ TABLES = {
         items(20, 2),
         """\
 Accumulation plan (epochs from 0):
-epochs  factor  effective batch  windows per epoch  last window  from effective step
-0-1     1       2                10                 1            0
-2-4     4       8                3                  2            20""",
+epochs  factor  windows per epoch  last window  from effective step  effective batch  from sample
+0-1     1       10                 1            0                    2                0
+2-4     4       3                  2            20                   8                40""",
     ),
     "max_steps ends it": (
         {0: 1, 2: 4},
@@ -107,10 +109,10 @@ epochs  factor  effective batch  windows per epoch  last window  from effective 
         items(20, 2),
         """\
 Accumulation plan (epochs from 0):
-epochs  factor  effective batch  windows per epoch  last window  from effective step
-0-1     1       2                10                 1            0
-2       4       8                3                  2            20
-3       4       8                1                  4            23""",
+epochs  factor  windows per epoch  last window  from effective step  effective batch  from sample
+0-1     1       10                 1            0                    2                0
+2       4       3                  2            20                   8                40
+3       4       1                  4            23                   8                60""",
     ),
     "batch size unknown": (
         3,
@@ -118,8 +120,8 @@ epochs  factor  effective batch  windows per epoch  last window  from effective 
         as_given([torch.ones(2, dtype=torch.float64)] * 7),
         """\
 Accumulation plan (epochs from 0):
-epochs  factor  effective batch  windows per epoch  last window  from effective step
-0       3       ?                3                  1            0""",
+epochs  factor  windows per epoch  last window  from effective step
+0       3       3                  1            0""",
     ),
     "unsized": (
         {0: 1, 2: 4},
@@ -147,14 +149,42 @@ def test_the_plan_is_a_table_at_fit_start(
 
 def test_the_table_of_steps_shows_where_the_factor_changes_inside_an_epoch(told: Callable[[], list[str]]) -> None:
     monitored(Toy(), items(10, 1), {0: 2, 3: 4}, interval="step", max_epochs=2)
-    assert [figures(table) for table in told()] == [[[0, 2, 2, 3, 2, 0], [0, 4, 4, 1, 4, 3], [1, 4, 4, 3, 2, 4]]]
+    assert [figures(table) for table in told()] == [
+        [[0, 2, 3, 2, 0, 2, 0], [0, 4, 1, 4, 3, 4, 6], [1, 4, 3, 2, 4, 4, 10]]
+    ]
 
 
 def test_the_table_of_two_optimizers_ends_where_max_steps_ends_the_fit(told: Callable[[], list[str]]) -> None:
     module = TwoOptimizers()
     monitored(module, items(8, 1), 2, max_epochs=9, max_steps=6)
     assert module.effective_step == 3  # max_steps counts every optimizer's step
-    assert [figures(table) for table in told()] == [[[0, 2, 2, 3, 2, 0]]]
+    assert [figures(table) for table in told()] == [[[0, 2, 3, 2, 0, 2, 0]]]
+
+
+@DOORS
+def test_with_rich_the_same_table_is_drawn_once(
+    door: type[Toy], told: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(monitor, "has_rich", lambda: True)
+    monkeypatch.setattr(rich, "get_console", lambda: rich.console.Console(width=120))
+    monitored(door(), items(20, 2), {0: 1, 2: 4}, max_epochs=5)
+    drawn = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    cells = [line.strip("┃│").replace("┃", "│").split("│") for line in drawn if line[0] in "┃│"]
+    assert [[cell.strip() for cell in row] for row in cells] == [
+        [
+            "epochs",
+            "factor",
+            "windows per epoch",
+            "last window",
+            "from effective step",
+            "effective batch",
+            "from sample",
+        ],
+        ["0-1", "1", "10", "1", "0", "2", "0"],
+        ["2-4", "4", "3", "2", "20", "8", "40"],
+    ]
+    assert drawn[0].strip() == "Accumulation plan (epochs from 0)"
+    assert told() == []
 
 
 # The rows

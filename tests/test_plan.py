@@ -21,8 +21,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from lightning_accum import AccumulationScheduler, estimated_stepping_batches
-from lightning_accum.plan import Stretch, arithmetic, merge, simulate
+from lightning_accum.loader import Epoch
+from lightning_accum.plan import arithmetic
 from lightning_accum.schedule import Schedule
+from lightning_accum.simulation import Stretch, merge, simulate
 
 Interval = Any
 
@@ -57,7 +59,7 @@ def spread(stretches: Iterable[Stretch]) -> list[tuple[int, int]]:
         (epoch, length)
         for stretch in stretches
         for epoch in range(stretch.first_epoch, stretch.last_epoch + 1)
-        for length in [stretch.factor] * (stretch.windows - 1) + [stretch.last_window]
+        for length in [stretch.factor] * (stretch.windows - 1) + [stretch.rest or stretch.factor]
     ]
 
 
@@ -65,7 +67,7 @@ def spread(stretches: Iterable[Stretch]) -> list[tuple[int, int]]:
 @given(plan=plans())
 def test_a_plan_equals_a_walk_through_the_micro_batches(plan: tuple[Any, ...]) -> None:
     scheduling, interval, batches, epochs, max_windows = plan
-    stretches = list(simulate(Schedule.parse(scheduling, interval), batches, epochs, max_windows))
+    stretches = list(simulate(Schedule.parse(scheduling, interval), Epoch(batches), epochs, max_windows=max_windows))
     walked = [(window[0][0], len(window)) for window in walk(scheduling, interval, batches, epochs)]
     walked = walked[: int(min(max_windows, len(walked)))]
     assert spread(stretches) == walked
@@ -74,7 +76,7 @@ def test_a_plan_equals_a_walk_through_the_micro_batches(plan: tuple[Any, ...]) -
     for stretch in stretches:
         assert stretch.first_epoch == stretch.last_epoch
         assert stretch.first_step == step
-        assert 1 <= stretch.last_window <= stretch.factor
+        assert 0 <= stretch.rest < stretch.factor
         step += stretch.windows
 
 
@@ -82,7 +84,7 @@ def test_a_plan_equals_a_walk_through_the_micro_batches(plan: tuple[Any, ...]) -
 @given(plan=plans())
 def test_a_merged_plan_has_the_same_windows_in_fewest_rows(plan: tuple[Any, ...]) -> None:
     scheduling, interval, batches, epochs, max_windows = plan
-    stretches = list(simulate(Schedule.parse(scheduling, interval), batches, epochs, max_windows))
+    stretches = list(simulate(Schedule.parse(scheduling, interval), Epoch(batches), epochs, max_windows=max_windows))
     rows = merge(stretches)
     assert spread(rows) == spread(stretches)
     for row, after in pairwise(rows):
@@ -92,7 +94,7 @@ def test_a_merged_plan_has_the_same_windows_in_fewest_rows(plan: tuple[Any, ...]
 
 
 def test_an_endless_fit_can_be_planned_up_to_a_number_of_steps() -> None:
-    stretches = list(simulate(Schedule.parse({1: 4}), 6, inf, max_windows=9))
+    stretches = list(simulate(Schedule.parse({1: 4}), Epoch(6), inf, max_windows=9))
     assert spread(stretches) == [(0, 1)] * 6 + [(1, 4), (1, 2), (2, 4)]
 
 

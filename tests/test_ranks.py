@@ -229,6 +229,15 @@ def test_a_window_in_which_no_rank_has_weight_makes_no_step() -> None:
     assert_equal_to(big_batch_weights(net, optimizer, [window], [[float(w) for w in weights]]), ranks)
 
 
+@pytest.mark.parametrize("partial_window", ["drop", "carry"])
+def test_windows_that_are_dropped_or_carried_on_make_the_whole_batchs_update(partial_window: Any) -> None:
+    data = make_data([[2, 1, 3, 2, 5, 4], [4, 4, 1, 2, 3, 1]])
+    scheduler = AccumulationScheduler(4, partial_window=partial_window)
+    ranks = fit_on_ranks(ManualRanked(data), callbacks=[scheduler], max_epochs=2)
+    seen = [of_rank[:4] * 2 if partial_window == "drop" else of_rank * 2 for of_rank in data]
+    assert_equal_to(oracle(seen, 4), ranks)
+
+
 def test_to_sync_each_micro_batch_changes_the_communication_only() -> None:
     data = make_data(RAGGED)
     scheduler = AccumulationScheduler(4, sync_each_micro_batch=True)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_accum import seams
+from lightning_accum.window import WindowLength
 
 
 class Rows(Logger):
@@ -680,3 +681,112 @@ def test_random_states_are_put_back_when_asked_and_not_before() -> None:
     assert len({*first, *second}) == 6
     put_back()
     assert draws() == first
+
+
+def test_a_window_that_does_not_end_with_its_epoch_is_closed_by_the_modulo_alone() -> None:
+    answers: list[bool] = []
+
+    def write(trainer: L.Trainer, _: Any) -> None:
+        trainer.accumulate_grad_batches = WindowLength(4, opened_at=-1, ends_with_epoch=False)
+
+    ask = At(on_train_batch_start=write, on_train_batch_end=lambda t, _: answers.append(seams.closes_window(t)))
+    make_trainer(callbacks=[ask]).fit(ManualPlain(), ones(6))
+    assert answers == [False, False, True, False, False, False]
+
+
+# Where an epoch begins and ends
+
+
+class PlainLeaving(Toy):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 3 else None
+
+
+@pytest.mark.parametrize(("empty", "module", "passed"), [(1, Toy, 5), (4, Toy, 5), (None, PlainLeaving, 3)])
+def test_passed_batches_are_those_of_the_epoch_before_where_an_epoch_begins(
+    empty: int | None, module: type[Toy], passed: int
+) -> None:
+    one, at_start, at_end = torch.ones(1, dtype=torch.float64), [], []
+    ask = At(
+        on_train_epoch_start=lambda trainer, _: at_start.append(seams.passed_batches(trainer)),
+        on_train_epoch_end=lambda trainer, _: at_end.append(seams.passed_batches(trainer)),
+    )
+    trainer = make_trainer(callbacks=[ask], max_epochs=2)
+    trainer.fit(module(), as_given([None if i == empty else one for i in range(5)]))
+    assert (at_start, at_end) == ([0, passed], [passed, passed])
+    assert seams.all_batches(trainer) == 2 * (passed + (module is PlainLeaving))
+
+
+@pytest.mark.parametrize(
+    ("hook", "at", "skipped", "passed"),
+    [
+        pytest.param("on_train_batch_end", 3, False, 3, id="inside an epoch"),
+        pytest.param("on_train_batch_end", 5, True, 5, id="its last micro-batch"),
+        pytest.param("on_validation_end", 5, False, 5, id="validation"),
+        pytest.param("on_train_epoch_end", 5, False, 5, id="its end"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*not resumable.*")
+def test_only_a_checkpoint_of_an_epochs_last_micro_batch_skips_the_next_epochs_start(
+    hook: str, at: int, skipped: bool, passed: int
+) -> None:
+    def save(trainer: L.Trainer, _: Any) -> None:
+        if trainer.current_epoch == 0 and seams.ready_batches(trainer) == at:
+            trainer.save_checkpoint("saved.ckpt")
+
+    flags: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0}
+    make_trainer(callbacks=[At(**{hook: save})], **flags).fit(Toy(), ones(5), ones(1))
+    seen: list[Any] = []
+    ask = At(
+        on_train_start=lambda t, _: seen.append((seams.skips_epoch_start(t), seams.passed_batches(t))),
+        on_train_epoch_start=lambda *_: seen.append("epoch"),
+        on_train_batch_start=lambda t, _: seen.append(seams.ready_batches(t)),
+    )
+    trainer = make_trainer(callbacks=[ask], **flags)
+    trainer.fit(Toy(), ones(5), ones(1), ckpt_path="saved.ckpt")
+    first, *rest = seen
+    assert first == (skipped, passed)
+    of_next = [*([] if skipped else ["epoch"]), 1, 2, 3, 4, 5]
+    assert rest == ([4, 5, *of_next] if at == 3 else of_next)
+
+
+def test_the_loggers_x_can_be_set_back_where_an_epoch_has_ended() -> None:
+    rows = Rows()
+
+    class Logs(ManualPlain):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.log("x", 1.0)
+
+    at_end = At(on_train_epoch_end=lambda trainer, _: seams.set_logger_step(trainer, 2))
+    make_trainer(callbacks=[at_end], logger=rows, max_epochs=2).fit(Logs(), ones(3))
+    assert [x for x, metrics in rows.rows if "x" in metrics] == [0, 1, 2, 2, 3, 4]
+
+
+# The loader, before training
+
+
+def test_a_loader_set_up_early_is_used_unless_the_fit_resumes() -> None:
+    requests: list[int] = []
+
+    class Early(Toy):
+        def train_dataloader(self) -> Any:
+            requests.append(self.trainer.fit_loop.epoch_progress.current.ready)
+            return ones(2)
+
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.train_dataloader is None
+            seams.set_up_data(self.trainer)
+            assert len(self.trainer.train_dataloader) == self.trainer.num_training_batches == 2
+            return super().configure_optimizers()
+
+    def fit(**resume: Any) -> L.Trainer:
+        trainer = make_trainer(callbacks=[At(on_fit_start=lambda trainer, _: seams.forget_data(trainer))], max_epochs=2)
+        trainer.fit(Early(), **resume)
+        return trainer
+
+    trainer = fit()
+    assert len(requests) == 1
+    trainer.save_checkpoint("saved.ckpt")
+    fit(ckpt_path="saved.ckpt")
+    assert len(requests) == 1 + 2

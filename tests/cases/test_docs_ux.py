@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_accum import AccumulationMonitor, AccumulationScheduler, EffectiveStep
+from lightning_accum import AccumulationMonitor, AccumulationScheduler, EffectiveStep, monitor
 
 
 class Factors(Toy):
@@ -86,14 +86,15 @@ def test_b26_epochs_count_from_zero_and_the_users_dict_stays_as_it_is(
 
 
 @pytest.mark.parametrize("door", SCHEDULED)
-def test_b26_the_plan_is_shown_as_a_table(door: str) -> None:
+def test_b26_the_plan_is_shown_as_a_table(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "has_rich", lambda: False)
     with said() as lines:
         module = fit(door, Toy, ones(10), {4: 4}, max_epochs=6, callbacks=[AccumulationMonitor()])
     assert module.trainer.global_step == 4 * 10 + 2 * 3
     (table,) = (line for line in lines if line.startswith("Accumulation plan"))
     rows = [row.split() for row in table.splitlines()[2:]]
-    #        epochs, factor, effective batch, windows per epoch, last window, from effective step
-    assert rows == [["0-3", "1", "1", "10", "1", "0"], ["4-5", "4", "4", "3", "2", "40"]]
+    #        epochs, factor, windows per epoch, last window, from effective step, effective batch, from sample
+    assert rows == [["0-3", "1", "10", "1", "0", "1", "0"], ["4-5", "4", "3", "2", "40", "4", "40"]]
 
 
 @pytest.mark.parametrize("door", SCHEDULED)

@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import lr_scheduler
 
-from lightning_accum import AccumulationMonitor, estimated_stepping_batches
-from lightning_accum.plan import simulate
+from lightning_accum import (
+    AccumulationMonitor,
+    AccumulationScheduler,
+    accumulation_plan,
+    estimated_stepping_batches,
+)
+from lightning_accum.loader import Epoch
 from lightning_accum.schedule import Schedule
+from lightning_accum.simulation import simulate
 
 
 class Estimating(Toy):
@@ -134,7 +140,8 @@ def test_b34_b78_the_estimate_is_what_the_loop_does_and_what_the_plan_says(drawn
         limit_train_batches=drawn["limit"],
     )
     limit = float("inf") if drawn["max_steps"] == -1 else drawn["max_steps"]
-    plan = list(simulate(Schedule.parse(drawn["scheduling"], drawn["interval"]), batches, drawn["epochs"], limit))
+    schedule = Schedule.parse(drawn["scheduling"], drawn["interval"])
+    plan = list(simulate(schedule, Epoch(batches), drawn["epochs"], max_windows=limit))
     assert module.estimate == module.closed == module.trainer.global_step == sum(s.windows for s in plan) > 0
     assert module.updates == pytest.approx([-1.0] * module.closed)
     assert sum(s.micro_batches for s in plan) == len(module.weights)
@@ -285,3 +292,34 @@ def test_b32_a_schedule_of_the_estimates_length_has_the_same_rate_at_the_same_da
     expected = [0.5 + 0.5 * cos(pi * part / 4) for part in (1, 2, 3, 4)]
     for rates in at.values():
         assert rates == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("door", SCHEDULED)
+@pytest.mark.parametrize(
+    "scheduling", [{0: 1}, {0: 4}, {0: 1, 8: 2, 16: 4}, {0: 4, 16: 1}], ids=str
+)  # by samples: factors change at the same data
+def test_b32_a_rate_that_is_a_function_of_samples_is_the_same_at_the_same_data_for_every_schedule(
+    door: str, scheduling: dict[int, int]
+) -> None:
+    class BySamples(Toy):
+        """The plan says beforehand how many samples each effective step has behind it."""
+
+        def configure_optimizers(self) -> Any:
+            scheduler = AccumulationScheduler(scheduling, interval="sample")
+            plan = accumulation_plan(scheduler, batches=32, epochs=1, micro_batch_size=1)
+            seen = [row.first_sample + i * row.factor for row in plan.rows for i in range(row.windows)]
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 1 - [*seen, 32][step] / 64)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        def on_effective_step_end(self, step: Any) -> None:
+            rates[self.trainer.fit_loop.total_batch_idx + 1 - int(self.trainer.accumulate_grad_batches)] = used[-1]
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            used.append(optimizer.param_groups[0]["lr"])
+
+    rates: dict[int, float] = {}
+    used: list[float] = []
+    fit(door, BySamples, ones(32), scheduling, interval="sample")
+    assert set(rates) >= {0, 16, 28}
+    assert rates == {sample: pytest.approx(1 - sample / 64, abs=1e-12) for sample in rates}

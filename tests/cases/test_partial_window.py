@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases.doors import DOORS, SCHEDULED, fit
-from helpers import Toy, as_given, ones
+from cases.doors import DOORS, MIXIN, SCHEDULED, fit, through
+from helpers import Toy, as_given, make_trainer, ones
 from torch import Tensor
+
+from lightning_accum import AccumulationScheduler, accumulation_plan
 
 LENGTHS = [(6, 4), (7, 4), (8, 4), (5, 2), (3, 3), (9, 8)]  # (micro-batches, factor)
 
@@ -68,6 +70,20 @@ def test_b23_an_epoch_shorter_than_the_factor_steps_with_the_mean_of_what_it_hol
     module = fit(door, Toy, ones(1, sized=sized), 4, max_epochs=8)
     assert module.updates == [-1.0] * 8
     assert module.trainer.global_step == 8
+
+
+@pytest.mark.parametrize(("policy", "steps"), [("average", 8), ("carry", 2), ("drop", 0)])
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+@pytest.mark.filterwarnings("ignore:.*factor.*")
+def test_b23_windows_that_are_carried_on_span_epochs(policy: Any, steps: int, sized: bool) -> None:
+    module = through(MIXIN, Toy)()
+    trainer = make_trainer(callbacks=[AccumulationScheduler(4, partial_window=policy)], max_epochs=8)
+    trainer.fit(module, ones(1, sized=sized))
+    assert module.updates == [-1.0] * steps
+    assert trainer.global_step == module.effective_step == steps
+    assert (
+        accumulation_plan(AccumulationScheduler(4, partial_window=policy), batches=1, epochs=8).effective_steps == steps
+    )
 
 
 @pytest.mark.parametrize("door", DOORS)
