@@ -89,6 +89,7 @@ def test_layers_that_do_not_couple_samples_are_not_told_of(door: str, layer: nn.
     assert advice(lambda: fit(door, Normalised, pairs(), factor, arguments=[layer])) == []
 
 
+@pytest.mark.filterwarnings("error:BatchNorm sees micro-batches")
 def test_several_ranks_are_told_of_sync_batchnorm() -> None:
     class Told(Normalised):
         def on_train_end(self) -> None:

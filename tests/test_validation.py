@@ -177,7 +177,7 @@ class StopsAfter(L.Callback):
 
 
 @DOORS
-@pytest.mark.filterwarnings("ignore:Epoch 0 ended inside")
+@pytest.mark.filterwarnings("ignore:The loop left an accumulation window open")
 def test_a_window_that_the_loop_leaves_open_validates_nothing(door: type[Toy]) -> None:
     module = door()
     assert validated(module, ones(12), 4, 1, StopsAfter()).seen == [(0, 3, 1)]

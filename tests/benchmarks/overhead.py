@@ -14,6 +14,8 @@ import gc
 import logging
 import statistics
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from time import perf_counter
 from typing import Any
 
@@ -108,7 +110,8 @@ def fit(module: Tiny, loader: DataLoader[Any], **flags: Any) -> Result:
         enable_model_summary=False,
         **flags,
     )
-    trainer.fit(module, loader)
+    with redirect_stdout(StringIO()):  # the monitor's plan
+        trainer.fit(module, loader)
     return module.seconds, nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
