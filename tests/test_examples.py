@@ -98,7 +98,7 @@ def test_a_transformers_language_model_equals_the_big_batch() -> None:
 
 def test_digits_are_learned_with_one_point_per_effective_step() -> None:
     printed = run_example(EXAMPLES / "digits.py", "--config", EXAMPLES / "digits.yaml")
-    assert re.search(r"6-15 \W+4 \W+256 \W+5 ", printed)  # the plan's second row
+    assert re.search(r"6-15 \W+4 \W+5 \W+4 \W+120 \W+256 ", printed)  # the plan's second row
     (metrics,) = Path().glob("lightning_logs/*/metrics.csv")
     rows = list(csv.DictReader(metrics.read_text().splitlines()))
     every_step = list(range(len(WINDOWS)))
