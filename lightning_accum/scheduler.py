@@ -182,7 +182,6 @@ class AccumulationScheduler(Callback):
         if isinstance(pl_module, WindowOwner):
             pl_module._accumulation_batch_end()
         elif self._works_for(trainer, pl_module):
-            self._automatic.add_loss(trainer, outputs)
             if self.ledger.is_stepped and (step := self._automatic.close(trainer, self.ledger)) is not None:
                 effective_step.tell(trainer, pl_module, step)
             if self._automatic.window.micro_batches and seams.closes_window(trainer):
