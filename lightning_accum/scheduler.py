@@ -181,12 +181,15 @@ class AccumulationScheduler(Callback):
     ) -> None:
         if isinstance(pl_module, WindowOwner):
             pl_module._accumulation_batch_end()
-        elif self._works_for(trainer, pl_module):
-            if self.ledger.is_stepped and (step := self._automatic.close(trainer, self.ledger)) is not None:
-                effective_step.tell(trainer, pl_module, step)
-            if self._automatic.window.micro_batches and seams.closes_window(trainer):
-                # The loader has left the window's last place empty. A validation here must keep what is pending.
-                seams.shadow_once(pl_module, "on_validation_model_zero_grad", lambda: None)
+        elif (
+            self._works_for(trainer, pl_module)
+            and self.ledger.is_stepped
+            and (step := self._automatic.close(trainer, self.ledger)) is not None
+        ):
+            effective_step.tell(trainer, pl_module, step)
+        if self._flags.in_charge(trainer) and self.ledger.is_pending and seams.closes_window(trainer):
+            # The loader has left the window's last place empty. A validation here must keep what is pending.
+            seams.shadow_once(pl_module, "on_validation_model_zero_grad", lambda: None)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -39,14 +40,14 @@ def start(door: str, folder: Path, kill: tuple[int, int] | None = None) -> int |
         while ours.poll(60):
             try:
                 ours.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 break
             begun += 1
-            ours.send(None)
+            with contextlib.suppress(BrokenPipeError):  # it is dead already
+                ours.send(None)
             if kill is not None and begun == kill[1]:
                 assert process.pid is not None
                 os.kill(process.pid, kill[0])
-                break
         process.join(60)
     finally:
         process.kill()
