@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from helpers import flat, make_net, make_trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from resume_helpers import Resumable, Saves
 from test_ranks import Data, ManualRanked, Ranked, fit_on_ranks, make_data, without
 from torch import Tensor
+from torch.multiprocessing import ProcessRaisedException
 
 from lightning_accum import AccumulationScheduler
+from lightning_accum.ranks import largest, means
 
 FACTOR = 4
 EQUAL = [[2] * 6] * 2
@@ -95,3 +98,55 @@ def test_in_one_process_that_is_given_what_both_ranks_were() -> None:
     assert len(module.history) == 2
     for got, wanted in zip(module.history, whole[0]["history"], strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+class Asks(ManualSaved):
+    """Asks at the fit's begin what all ranks have."""
+
+    def on_train_start(self) -> None:
+        first = self.global_rank == 0
+        tensors = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])] if first else [torch.tensor([4.0, 0.0]), None]
+        like = [torch.zeros(2), torch.zeros(1), torch.zeros(3)]
+        kept = {
+            "largest": largest(self.trainer, [1.0, -5.0] if first else [0.5, 7.0]),
+            "means": means(self.trainer, [*tensors, None], like),
+            "unchanged": tensors,
+        }
+        torch.save(kept, f"asked{self.global_rank}.pt")
+
+
+def test_largest_and_means_over_ranks() -> None:
+    fit_on_ranks(Asks(make_data(EQUAL)), accumulate_grad_batches=4)
+    for rank in range(2):
+        asked = torch.load(f"asked{rank}.pt")
+        assert asked["largest"].tolist() == [1.0, 7.0]
+        assert [mean if mean is None else mean.tolist() for mean in asked["means"]] == [[3.0, 2.0], [3.0], None]
+        assert asked["unchanged"][0].tolist() == [[2.0, 4.0], [4.0, 0.0]][rank]
+
+
+class FailsOnOne(ManualSaved):
+    """One rank's error, behind the place where a window closes on all."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        if batch_idx == 5:
+            raise ArithmeticError
+
+
+class OnRanks(OnExceptionCheckpoint):
+    """Not in the process that has forked, which would overwrite the file with the state of before the fit."""
+
+    def on_exception(self, *args: Any, **kwargs: Any) -> None:
+        if torch.distributed.is_initialized():
+            super().on_exception(*args, **kwargs)
+
+
+@pytest.mark.filterwarnings("ignore:`.fit.ckpt_path=None.` was called", "ignore:.*there is no last checkpoint")
+def test_after_an_error_gradients_are_left_out_since_one_rank_may_have_failed_alone() -> None:
+    saving = OnRanks(".", "error")
+    with pytest.raises(ProcessRaisedException, match="ArithmeticError"):
+        fit_on_ranks(
+            FailsOnOne(make_data(EQUAL)), callbacks=[saving, AccumulationScheduler(4)], enable_checkpointing=True
+        )
+    state = torch.load("error.ckpt", weights_only=True)["callbacks"]["AccumulationScheduler"]
+    assert state["left_out"] == "one rank may have failed alone"
+    assert "pending" not in state
