@@ -10,6 +10,7 @@ from helpers import flat, make_net, make_trainer
 from resume_helpers import Resumable, Saves
 from test_ranks import Data, ManualRanked, Ranked, fit_on_ranks, make_data, without
 from torch import Tensor
+from torch.multiprocessing import ProcessRaisedException
 
 from lightning_accum import AccumulationScheduler
 from lightning_accum.ranks import largest, means
