@@ -55,6 +55,7 @@ class AutomaticWindow:
         if self.window.has_closed:  # a closure optimizer evaluates the same micro-batch again
             self.window.clear()
         self.window.add(self._weight, divisor, alone=trainer.world_size == 1 or not self._is_weighted)
+        self._add_loss(trainer, loss)
         scale = self.window.scale(self._weight, divided_by=divisor)
         if isinstance(scale, Tensor):
             scale = scale.to(loss.dtype)
@@ -121,10 +122,14 @@ class AutomaticWindow:
 
         seams.shadow_once(module, "configure_gradient_clipping", own_clip_then_step)
 
-    def add_loss(self, trainer: Trainer, outputs: Any) -> None:
-        """Take in the micro-batch's loss; ``outputs["loss"]`` is divided by the announced length."""
-        if self._is_awaited and isinstance(outputs, dict) and isinstance(loss := outputs.get("loss"), Tensor):
-            self.window.add_loss(loss * int(trainer.accumulate_grad_batches), self._weight)
+    def _add_loss(self, trainer: Trainer, loss: Tensor) -> None:
+        """Take in the loss, which Lightning has divided by the announced length, and the GradScaler has scaled.
+
+        Here and not in ``on_train_batch_end``, in which callbacks before this one may save what the window holds.
+        """
+        if self._is_awaited:
+            whole = precision.unscaled(trainer, loss.detach()) * int(trainer.accumulate_grad_batches)
+            self.window.add_loss(whole, self._weight)
 
     def close(self, trainer: Trainer, ledger: Ledger) -> EffectiveStep | None:
         """Count the window that this micro-batch has closed; what it reports, if it had any weight."""

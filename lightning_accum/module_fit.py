@@ -158,13 +158,6 @@ class FitLifeCycle(WindowOwner, _Module):
             state.raw_steps.watch(state.trainer.optimizers)
 
     @override
-    def on_validation_model_zero_grad(self) -> None:
-        """Keep the gradients of an open window from a validation inside it."""
-        state = self._accumulation
-        if state is None or not state.scheduler.ledger.is_pending:
-            super().on_validation_model_zero_grad()
-
-    @override
     def _accumulation_batch_end(self) -> None:
         state = self._accumulation
         if state is not None and state.closes:

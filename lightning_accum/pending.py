@@ -32,12 +32,18 @@ def complete(
         ledger: the books.
         gradients: of the open window.
         checkpoint: as Lightning has made it. A micro-batch whose gradient is in the state is entered as done, so that
-            Lightning does not repeat it: after an error behind `accumulate` it would be added twice.
+            Lightning does not repeat it: after an error behind `accumulate` it would be added twice. So is one that a
+            resumable loader will not give again, since the epoch would be one micro-batch short; the epoch's last
+            one is left to Lightning, which would else begin the next epoch inside the window.
         left_out: why gradients are not saved; None if they are.
     """
     is_processed = seams.batch_is_processed(trainer)
     is_torn = ledger.is_torn and not is_processed
-    if is_processed or (not is_torn and (ledger.has_batch or ledger.is_stepped)):
+    is_added = not is_torn and (ledger.has_batch or ledger.is_stepped)
+    is_lost = (
+        not (is_processed or is_added) and seams.loader_is_resumable(trainer) and not seams.epoch_is_complete(trainer)
+    )
+    if is_processed or is_added or is_lost:
         seams.enter_batch_as_done(checkpoint)
     if ledger.is_stepped and not is_torn:
         counters = ledger.counters
@@ -45,11 +51,13 @@ def complete(
         return {"effective_step": counters.effective_step + 1, "skipped_steps": skipped, "window": None}
     if ledger.window is None:
         return {}
-    left_out = "a backward or a step was under way" if is_torn else left_out
+    if is_torn:
+        left_out = "a backward or a step was under way"
     if left_out is None and is_sharded(trainer):
         left_out = "they are sharded"
     if left_out is not None:
-        return {"left_out": left_out} if ledger.is_pending else {}
+        over = {"window": None} if is_torn and is_lost and seams.ready_batches(trainer) >= ledger.window.end else {}
+        return {"left_out": left_out, **over} if ledger.is_pending else {}
     return {"pending": pack(trainer, ledger, gradients)}
 
 

@@ -38,6 +38,12 @@ def active_scaler(trainer: Trainer) -> GradScaler | None:
     return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
 
 
+def unscaled(trainer: Trainer, loss: Tensor) -> Tensor:
+    """The loss that a GradScaler has scaled. Fact: Lightning hands the scaled one to ``on_before_backward``."""
+    scaler = active_scaler(trainer)
+    return loss if scaler is None else loss / scaler._scale  # type: ignore[operator] # a tensor: nothing is read back
+
+
 def is_fused(optimizer: Optimizer) -> bool:
     """Whether the optimizer unscales inside its own step.
 

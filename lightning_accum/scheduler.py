@@ -141,6 +141,7 @@ class AccumulationScheduler(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restore(trainer, pl_module)
         self._openings.resume(trainer)
+        self._guard_open_window(trainer, pl_module)
         if pl_module.automatic_optimization:
             sync_first_backward(trainer)
         if isinstance(pl_module, WindowOwner):
@@ -169,7 +170,6 @@ class AccumulationScheduler(Callback):
             self._openings.resume(trainer)
         checks.refuse_unequal_ends(trainer)
         if self.ledger.window is None or batch_idx >= self.ledger.window.end:
-            seams.unshadow(pl_module, "on_validation_model_zero_grad")
             self.gradients.start(trainer.optimizers)
             if self.ledger.window is None:
                 self._automatic.window.clear()
@@ -208,13 +208,11 @@ class AccumulationScheduler(Callback):
     ) -> None:
         if isinstance(pl_module, WindowOwner):
             pl_module._accumulation_batch_end()
-        elif self._works_for(trainer, pl_module):
-            self._automatic.add_loss(trainer, outputs)
-            if self.ledger.is_stepped and (step := self._automatic.close(trainer, self.ledger)) is not None:
+        elif self._works_for(trainer, pl_module) and self.ledger.is_stepped:
+            step = self._automatic.close(trainer, self.ledger)
+            if step is not None:
                 effective_step.tell(trainer, pl_module, step)
-            if self._automatic.window.micro_batches and seams.closes_window(trainer):
-                # The loader has left the window's last place empty. A validation here must keep what is pending.
-                seams.shadow_once(pl_module, "on_validation_model_zero_grad", lambda: None)
+        self._guard_open_window(trainer, pl_module)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -262,6 +260,17 @@ class AccumulationScheduler(Callback):
         self._restored: dict[str, Any] | None = None
         self._has_failed = False
         self.gradients.end()
+
+    def _guard_open_window(self, trainer: Trainer, module: LightningModule) -> None:
+        """Keep what is pending from a validation that follows this micro-batch.
+
+        Lightning zeroes the gradients where it takes the window for closed: the loader may have left its last place
+        empty, or an epoch has ended inside a window that goes on.
+        """
+        if self._flags.in_charge(trainer) and self.ledger.is_pending:
+            seams.shadow(module, "on_validation_model_zero_grad", lambda: None)
+        else:
+            seams.unshadow(module, "on_validation_model_zero_grad")
 
     def _drop_what_is_left_open(self, trainer: Trainer) -> None:
         """Drop a window that the loop has left in automatic optimization, where nobody steps for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_accum import AccumulationMixin
 
 Batch = tuple[Tensor, Tensor]
+NIGHTLY = bool(os.environ.get("LIGHTNING_ACCUM_NIGHTLY"))  # longer runs of what is drawn by chance
 
 
 def make_trainer(**flags: Any) -> L.Trainer:

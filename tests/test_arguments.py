@@ -12,7 +12,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_accum.arguments import as_weight, check_loss, optimizer_position
+from lightning_accum.arguments import as_weight, check_loss, check_no_gradients, check_not_zeroed, optimizer_position
 
 CPU = torch.device("cpu")
 
@@ -115,3 +115,14 @@ def test_a_bad_weight_is_refused_by_the_name_it_was_given_under(
     with pytest.raises(error, match=message) as caught:
         as_weight(weight, CPU, name)
     assert str(caught.value).startswith(f"`{name}")
+
+
+def test_an_open_window_has_gradients_and_an_empty_one_none() -> None:
+    (optimizer,) = make_optimizers(1)
+    check_no_gradients(optimizer)
+    with pytest.raises(RuntimeError, match=r"window are gone: `zero_grad\(\)` was called by hand"):
+        check_not_zeroed(optimizer)
+    optimizer.param_groups[0]["params"][0].grad = torch.zeros(1)
+    check_not_zeroed(optimizer)
+    with pytest.raises(RuntimeError, match=r"There are gradients that `accumulate` has not made"):
+        check_no_gradients(optimizer)

@@ -129,3 +129,65 @@ def test_what_was_dropped_or_released_is_not_put_back() -> None:
     assert low.grad is None
     (low * 3).backward()
     assert low.grad.item() == 3.0
+
+
+def test_what_is_held_is_the_sums_themselves_and_another_window_goes_on_from_them() -> None:
+    _, high, optimizer, sums = make_low_precision()
+    held = sums.held(optimizer)
+    assert [(total.dtype, total.item()) for total in held] == [(torch.float32, 262.0)] * 2
+    assert held[1] is high.grad
+
+    other_low, other_high, other, other_sums = make_low_precision()
+    other_sums.drop(other)
+    other_sums.hold(other, [None, None])
+    assert other_sums.held(other) == [None, None]
+    other_sums.hold(other, held)
+    assert (other_low.grad, other_high.grad.item()) == (None, 262.0)
+    (other_low.float() + other_high).backward()
+    other_sums.normalize(other, 1.0)
+    assert (other_low.grad.item(), other_high.grad.item()) == (264.0, 263.0)  # 263 is none of bf16's numbers
+
+
+def test_without_sums_in_float32_gradients_are_held_as_they_are() -> None:
+    optimizer, window = make_optimizer(), WindowGradients(in_float32=False)
+    held = window.held(optimizer)
+    assert [None if total is None else total.tolist() for total in held] == [[1.0, -2.0], [4.0], [0.5, 8.0], None]
+    window.drop(optimizer)
+    window.hold(optimizer, [None if total is None else total.float() for total in held])
+    assert values(gradients(optimizer)) == [[1.0, -2.0], [4.0], [0.5, 8.0]]
+    assert {gradient.dtype for gradient in gradients(optimizer)} == {torch.float64}
+
+
+# The mask
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor], ids=["number", "tensor"])
+def test_a_backward_of_weight_0_adds_nothing_whatever_it_is(kind: Any) -> None:
+    (parameter,), window = make_parameters([[1.0, 2.0]]), WindowGradients(in_float32=False)
+    for weight, gradient in ((0.0, float("nan")), (2.0, 10.0), (0.0, 5.0), (1.0, 100.0)):
+        window.mask([parameter], kind(weight))
+        (parameter * gradient).sum().backward()
+        window.unmask()
+    assert parameter.grad.tolist() == [111.0, 112.0]
+    window.mask([parameter], kind(0.0))
+    window.release()
+    parameter.sum().backward()
+    assert parameter.grad.tolist() == [112.0, 113.0]
+
+
+def test_a_backward_that_nobody_has_weighed_is_let_through() -> None:
+    (parameter,), window = make_parameters([[1.0]]), WindowGradients(in_float32=False)
+    window.mask([parameter], 0.0)
+    window.unmask()
+    (parameter * 10).sum().backward()
+    assert parameter.grad.tolist() == [11.0]
+
+
+def test_a_number_above_0_costs_no_hook() -> None:
+    (parameter,), window = make_parameters([[1.0]]), WindowGradients(in_float32=False)
+    window.mask([parameter], 2.0)
+    assert not parameter._backward_hooks
+    window.mask([parameter], 0.0)
+    assert len(parameter._backward_hooks) == 1
+    window.release()
+    assert not parameter._backward_hooks

@@ -79,11 +79,17 @@ class ManualRanked(AccumulationMixin, Ranked):
             self.accumulate(self.loss(batch), weight=batch[2])
 
 
-def fit_on_ranks(module: L.LightningModule, ranks: int = 2, ddp: dict[str, Any] | None = None, **flags: Any) -> Any:
+def fit_on_ranks(
+    module: L.LightningModule,
+    ranks: int = 2,
+    ddp: dict[str, Any] | None = None,
+    ckpt_path: str | None = None,
+    **flags: Any,
+) -> Any:
     """Fit in forked processes; what each rank has left."""
     strategy = DDPStrategy(start_method="fork", process_group_backend="gloo", **(ddp or {}))
     trainer = make_trainer(strategy=strategy, devices=ranks, use_distributed_sampler=False, **flags)
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=ckpt_path)
     return [torch.load(f"rank{rank}.pt") for rank in range(ranks)]
 
 

@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from resume_helpers import Resumable, Saves
 from torch import nn
 
 from lightning_accum import AccumulationScheduler, EffectiveStep
-from lightning_accum.window import WindowLength
 
 DOORS = pytest.mark.parametrize("door", [Toy, ManualToy], ids=["automatic", "mixin"])
 SIZED = pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
@@ -72,38 +72,6 @@ def test_the_trainer_holds_each_windows_true_length() -> None:
 # Resume
 
 
-class SaveAt(L.Callback):
-    """Saves after a micro-batch; listed first, so that it acts before the scheduler does."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.seen = at, 0
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if self.seen == self.at:
-            trainer.save_checkpoint("saved.ckpt")
-        self.seen += 1
-
-
-class Resumable(torch.utils.data.DataLoader[Any]):
-    """A loader that goes on with the next micro-batch after a resume."""
-
-    def __init__(self, batches: int) -> None:
-        super().__init__(list(torch.arange(1.0, batches + 1, dtype=torch.float64)), batch_size=1)  # type: ignore[arg-type]
-        self.position = 0
-
-    def __iter__(self) -> Any:
-        for index in range(self.position, len(self)):
-            self.position = (index + 1) % len(self)
-            yield self.dataset[index][None]
-        self.position = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
-
-
 RESUMED = [
     pytest.param({0: 4}, "epoch", [3, 7, 9, 13], id="one factor"),
     pytest.param({0: 4, 1: 3}, "epoch", [3, 9, 12, 15, 18], id="by epochs"),
@@ -118,15 +86,17 @@ RESUMED = [
 def test_a_fit_resumed_between_windows_goes_on_with_the_schedule(
     door: type[Toy], scheduling: Any, interval: Any, at: int
 ) -> None:
+    data = list(torch.arange(1.0, 11, dtype=torch.float64).unsqueeze(1))
+
     def run(*callbacks: L.Callback, ckpt_path: str | None = None) -> tuple[Toy, L.Trainer, AccumulationScheduler]:
         module, scheduler = door(), AccumulationScheduler(scheduling, interval=interval)
         trainer = make_trainer(max_epochs=2, callbacks=[*callbacks, scheduler])
-        trainer.fit(module, Resumable(10), ckpt_path=ckpt_path)
+        trainer.fit(module, Resumable(data), ckpt_path=ckpt_path)
         return module, trainer, scheduler
 
-    whole, whole_trainer, whole_scheduler = run(SaveAt(at))
+    whole, whole_trainer, whole_scheduler = run(Saves(at))
     assert at in whole.stepped_at
-    resumed, trainer, scheduler = run(ckpt_path="saved.ckpt")
+    resumed, trainer, scheduler = run(ckpt_path=f"{at}.ckpt")
     assert resumed.weights == whole.weights[at + 1 :]
     assert trainer.global_step == whole_trainer.global_step
     assert scheduler.ledger.counters == whole_scheduler.ledger.counters
@@ -134,33 +104,14 @@ def test_a_fit_resumed_between_windows_goes_on_with_the_schedule(
 
 
 @DOORS
-def test_a_checkpoint_inside_a_window_goes_on_with_the_mean_of_what_is_left_and_says_so(door: type[Toy]) -> None:
-    first = make_trainer(callbacks=[SaveAt(5), AccumulationScheduler(4)])
-    first.fit(door(), Resumable(16))
-    module, trainer = door(), make_trainer(callbacks=[AccumulationScheduler(4)])
-    with pytest.warns(UserWarning, match="inside an accumulation window"):
-        trainer.fit(module, Resumable(16), ckpt_path="saved.ckpt")
-    assert module.w.item() == -(2.5 + 7.5 + 10.5 + 14.5)  # x = 1..16; of 5..8 only 7 and 8 are left
-    assert trainer.global_step == 4
-
-
-def test_a_checkpoint_holds_plain_numbers_only() -> None:
-    make_trainer(callbacks=[SaveAt(5), AccumulationScheduler(4)]).fit(ManualToy(), ones(8))
-    state = torch.load("saved.ckpt", weights_only=True)["callbacks"]["AccumulationScheduler"]
-    assert state["window"] == [4, 4]
-    assert state["effective_step"] == 1
-    assert not any(isinstance(number, WindowLength) for number in state["window"])
-
-
-@DOORS
 def test_a_checkpoint_of_plain_lightning_goes_on_with_its_step_count(door: type[Toy]) -> None:
-    make_trainer(callbacks=[SaveAt(3)]).fit(Toy(), ones(12))
+    make_trainer(callbacks=[Saves(3)]).fit(Toy(), ones(12))
     module, scheduler = door(), AccumulationScheduler({0: 1, 4: 4}, interval="step")
     trainer = make_trainer(callbacks=[scheduler])
     if door is ManualToy:  # global_step is Lightning's own per mode; it is lost when a module changes doors
-        make_trainer(callbacks=[SaveAt(3), Forgetful(1)]).fit(ManualToy(), ones(12))
+        make_trainer(callbacks=[Saves(3), Forgetful(1)]).fit(ManualToy(), ones(12))
     with pytest.warns(UserWarning, match="ended before the epoch ended"):  # Lightning's, about the loader
-        trainer.fit(module, ones(12), ckpt_path="saved.ckpt")
+        trainer.fit(module, ones(12), ckpt_path="3.ckpt")
     assert module.updates == [-4.0, -1.0, -1.0]  # w = -4 comes from the checkpoint
     assert scheduler.ledger.counters.effective_step == 6
 
@@ -168,8 +119,8 @@ def test_a_checkpoint_of_plain_lightning_goes_on_with_its_step_count(door: type[
 class Forgetful(AccumulationScheduler):
     """Leaves no state in checkpoints."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["callbacks"][self.state_key]
 
 
 # The Trainer and other callbacks

@@ -22,10 +22,12 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from packaging.version import Version
+from resume_helpers import Resumable, Saves
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_accum import seams
+from lightning_accum.precision import unscaled
 from lightning_accum.window import WindowLength
 
 
@@ -790,3 +792,100 @@ def test_a_loader_set_up_early_is_used_unless_the_fit_resumes() -> None:
     trainer.save_checkpoint("saved.ckpt")
     fit(ckpt_path="saved.ckpt")
     assert len(requests) == 1 + 2
+
+
+# Checkpoints inside an epoch
+
+
+def test_a_micro_batch_counts_as_processed_from_its_end_on() -> None:
+    answers: list[tuple[str, bool]] = []
+    hooks = {
+        name: lambda trainer, _, name=name: answers.append((name, seams.batch_is_processed(trainer)))
+        for name in ("on_train_batch_start", "on_after_backward", "on_train_batch_end", "on_validation_start")
+    }
+    trainer = make_trainer(callbacks=[At(**hooks)], num_sanity_val_steps=0, val_check_interval=1)
+    trainer.fit(Toy(), ones(2), ones(1))
+    assert (
+        answers
+        == [
+            ("on_train_batch_start", False),
+            ("on_after_backward", False),
+            ("on_train_batch_end", True),
+            ("on_validation_start", True),
+        ]
+        * 2
+    )
+
+
+class Values(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, float]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append((batch_idx, batch.item()))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("empty", [None, 0, 1], ids=["all given", "first is None", "second is None"])
+@pytest.mark.parametrize("enters", [True, False])
+def test_a_micro_batch_that_is_entered_as_done_is_not_run_again(enters: bool, empty: int | None) -> None:
+    """Where it is not, its index comes again, but with the next micro-batch of a loader that goes on."""
+    data = [None if i == empty else torch.tensor([float(i)], dtype=torch.float64) for i in range(5)]
+
+    def save(trainer: L.Trainer, _: Any) -> None:
+        if seams.ready_batches(trainer) == 3:
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint()
+            if enters:
+                seams.enter_batch_as_done(checkpoint)
+            torch.save(checkpoint, "inside.ckpt")
+
+    make_trainer(callbacks=[At(on_after_backward=save)]).fit(Toy(), Resumable(data))
+    module = Values()
+    make_trainer().fit(module, Resumable(data), ckpt_path="inside.ckpt")
+    if enters:
+        assert module.seen == [(3, 3.0), (4, 4.0)]
+    else:
+        assert module.seen[0][1] == 3.0
+        assert module.seen[0][0] < 3
+
+
+def test_a_fit_resumes_inside_an_epoch_if_it_was_saved_before_its_last_micro_batch() -> None:
+    def ask(ckpt_path: str | None = None, callbacks: Any = ()) -> bool:
+        answers: list[bool] = []
+        asking = At(on_train_start=lambda trainer, _: answers.append(seams.resumes_inside_epoch(trainer)))
+        trainer = make_trainer(max_epochs=2, callbacks=[asking, *callbacks])
+        trainer.fit(Toy(), Resumable([torch.ones(1, dtype=torch.float64)] * 3), ckpt_path=ckpt_path)
+        (answer,) = answers
+        return answer
+
+    at_the_end = At(on_train_epoch_end=lambda trainer, _: trainer.save_checkpoint(f"end{trainer.current_epoch}.ckpt"))
+    assert not ask(callbacks=[Saves(), at_the_end])
+    assert [ask(f"{after}.ckpt") for after in range(6)] == [True, True, False, True, True, False]
+    assert not ask("end0.ckpt")
+
+
+def test_a_loader_is_resumable_if_lightning_saves_where_it_is() -> None:
+    for loader, is_resumable in ((Resumable([torch.ones(1, dtype=torch.float64)] * 3), True), (ones(3), False)):
+        answers: list[bool] = []
+        asking = At(on_train_start=lambda trainer, _, to=answers: to.append(seams.loader_is_resumable(trainer)))
+        make_trainer(callbacks=[asking, Saves(1)]).fit(Toy(), loader)
+        saved = torch.load("1.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]
+        assert answers == ["combined_loader" in saved] == [is_resumable]
+
+
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_on_before_backward_is_given_the_scaled_loss(scale: float | None) -> None:
+    given: list[tuple[float, float]] = []
+
+    class Looks(L.Callback):
+        def on_before_backward(self, trainer: L.Trainer, module: L.LightningModule, loss: Tensor) -> None:
+            given.append((loss.item(), unscaled(trainer, loss).item()))
+
+    class Three(Toy):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) + 3
+
+    plugins = [] if scale is None else [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", scale))]
+    make_trainer(callbacks=[Looks()], plugins=plugins).fit(Three(), ones(1))
+    assert given == [(3.0 * (scale or 1), 3.0)]

@@ -1,10 +1,8 @@
-"""Public bug reports of kind resume that a checkpoint between two windows has: the training goes on as if whole."""
+"""Public bug reports of kind resume: the training goes on as if whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -12,43 +10,10 @@ import torch
 from cases.doors import DOORS, FLAG, SCHEDULED, Rows, fit, through
 from helpers import Toy, as_given, make_trainer, ones
 from lightning.pytorch.callbacks import ModelCheckpoint
+from resume_helpers import Resumable, Saves
 from torch import Tensor
 
 from lightning_accum import AccumulationScheduler
-
-
-class Resumable:
-    """A sized loader that goes on where its state says."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self.batches, self.position = list(batches), 0
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        self.position %= len(self.batches)
-        while self.position < len(self.batches):
-            self.position += 1
-            yield self.batches[self.position - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.position = state_dict["position"]
-
-
-class SavesAfter(L.Callback):
-    """Saves after a micro-batch, counted over all epochs."""
-
-    def __init__(self, batch: int, path: str) -> None:
-        self.left, self.path = batch + 1, path
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self.left -= 1
-        if self.left == 0:
-            trainer.save_checkpoint(self.path)
 
 
 class Seen(Toy):
@@ -79,10 +44,10 @@ def xs(count: int) -> list[Tensor]:
 @pytest.mark.parametrize("after", [3, 7, 11])
 def test_b01_a_resumed_epoch_keeps_its_factor(door: str, after: int) -> None:
     scheduling = 4 if door == FLAG else {0: 4}
-    whole = fit(door, Seen, Resumable([torch.ones(1).double()] * 16), scheduling, callbacks=[SavesAfter(after, "c")])
+    whole = fit(door, Seen, Resumable([torch.ones(1).double()] * 16), scheduling, callbacks=[Saves(after)])
     assert whole.updates == [-1.0] * 4
 
-    resumed = fit(door, Seen, Resumable([torch.ones(1).double()] * 16), scheduling, ckpt_path="c")
+    resumed = fit(door, Seen, Resumable([torch.ones(1).double()] * 16), scheduling, ckpt_path=f"{after}.ckpt")
     assert resumed.trainer.global_step == 4
     assert resumed.w.item() == -4.0
     assert resumed.factors == [4] * (15 - after)
@@ -91,6 +56,7 @@ def test_b01_a_resumed_epoch_keeps_its_factor(door: str, after: int) -> None:
 
 @pytest.mark.filterwarnings(
     "ignore:You're resuming from a checkpoint that ended before the epoch ended",
+    "ignore:The fit resumes after 8 micro-batches of an epoch, but its loader begins anew",
     "ignore:The dirpath has changed",
 )
 @pytest.mark.parametrize("door", DOORS)
@@ -123,9 +89,9 @@ def test_b01_a_schedule_by_steps_goes_on_at_the_step_of_the_checkpoint(
         assert trainer.global_step == 6 + 4
         return module, rows
 
-    whole, whole_rows = run([SavesAfter(after, "c")])
+    whole, whole_rows = run([Saves(after)])
     assert whole.stepped_at == [0, 1, 3, 5, 8, 11, 14, 17, 20, 23]
-    resumed, rows = run([], "c")
+    resumed, rows = run([], f"{after}.ckpt")
     assert resumed.batches == whole.batches[after + 1 :]
     assert resumed.factors == whole.factors[after + 1 :]
     assert resumed.weights == whole.weights[after + 1 :]
@@ -149,13 +115,29 @@ def test_b79_a_resumed_run_sees_every_micro_batch_once(door: str, epoch: int, in
         )
 
     after = 14 * epoch + index
-    whole = run([SavesAfter(after, "c")])
+    whole = run([Saves(after)])
     assert whole.batches == [float(i + 1) for i in range(14)] * 3
-    resumed = run([], "c")
+    resumed = run([], f"{after}.ckpt")
     assert resumed.batches == whole.batches[after + 1 :]
     assert resumed.factors == whole.factors[after + 1 :]
     assert resumed.weights == whole.weights[after + 1 :]
     assert resumed.trainer.global_step == whole.trainer.global_step == 7 + 4 + 4
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("after", range(8))
+def test_b21_a_checkpoint_inside_a_window_loses_nothing(door: str, after: int) -> None:
+    whole = fit(door, Seen, Resumable(xs(16)), 4, callbacks=[Saves(after)])
+    assert whole.updates == [-2.5, -6.5, -10.5, -14.5]
+    resumed = fit(door, Seen, Resumable(xs(16)), 4, ckpt_path=f"{after}.ckpt")
+    assert resumed.weights == whole.weights[after + 1 :]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_b21_with_the_reported_numbers(door: str) -> None:
+    one = torch.ones(1, dtype=torch.float64)
+    fit(door, Toy, Resumable([one] * 16), 4, callbacks=[Saves(5)])
+    assert fit(door, Toy, Resumable([one] * 16), 4, ckpt_path="5.ckpt").w.item() == -4.0
 
 
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")

@@ -1,0 +1,84 @@
+"""A training that tells of each micro-batch, goes on from its newest checkpoint, and may be killed at any time."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from helpers import make_batches
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
+from resume_helpers import Resumable, outcome, train
+
+
+class File(DummyLogger):
+    """Appends what is logged to a file, each row at once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps([step, metrics]) + "\n")
+
+
+class Announces(L.Callback):
+    """Tells of each micro-batch, and waits for the word to go on."""
+
+    def __init__(self, parent: Connection) -> None:
+        self.parent = parent
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.parent.send(None)
+        self.parent.recv()
+
+
+class SavesInside(L.Callback):
+    """Saves now and then, inside windows too; never behind an epoch's last micro-batch, see `test_fuzz`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 5 == 2 and not trainer.is_last_batch:
+            trainer.save_checkpoint(self.path)
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint with the most micro-batches done."""
+
+    def done(path: Path) -> int:
+        loops = torch.load(path, weights_only=True)["loops"]
+        return int(loops["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"])
+
+    return max(folder.glob("*.ckpt"), key=done, default=None)
+
+
+def run(door: str, folder: Path, batches: int, parent: Connection) -> None:
+    """Train until the end, and leave the outcome; or as far as one gets."""
+    warnings.simplefilter("ignore")
+    folder.mkdir(exist_ok=True)
+    data = make_batches([1 + index % 3 for index in range(batches)])
+    saving = [
+        ModelCheckpoint(dirpath=folder, filename="{step}", save_top_k=-1, every_n_train_steps=4),
+        SavesInside(folder / "inside.ckpt"),
+        OnExceptionCheckpoint(folder, "error"),
+    ]
+    module = train(
+        door,
+        {0: 4, 3: 5},
+        Resumable(data),
+        [Announces(parent), *saving],
+        scheduler={"interval": "step", "weight_fn": lambda batch: len(batch[0])},
+        ckpt_path=newest(folder),
+        logger=File(folder / "rows"),
+        enable_checkpointing=True,
+        gradient_clip_val=0.5,
+    )
+    torch.save(outcome(module), folder / "outcome.pt")
