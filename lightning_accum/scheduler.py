@@ -6,19 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum import advice, checks, effective_step, pending, plan, seams
+from lightning_accum import advice, checks, effective_step, plan, seams
 from lightning_accum.arguments import as_weight
-from lightning_accum.automatic import AutomaticWindow
-from lightning_accum.flags import TrainerFlags
 from lightning_accum.gradients import WindowGradients
-from lightning_accum.ledger import Ledger
+from lightning_accum.kept_window import KeptWindow
 from lightning_accum.openings import Openings
 from lightning_accum.owner import WindowOwner
 from lightning_accum.ranks import sync_first_backward
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class AccumulationScheduler(Callback):
+class AccumulationScheduler(KeptWindow):
     """Schedules the accumulation factor; makes every accumulation window's update that of the one big batch.
 
     For automatic optimization it is all that is needed: each window gets its true length (an epoch's last one may be
@@ -87,18 +84,15 @@ class AccumulationScheduler(Callback):
         save_gradients: bool = True,
         sync_each_micro_batch: bool = False,
     ) -> None:
+        super().__init__(WindowGradients(accumulate_in_float32), weight_fn is not None, save_gradients)
         refuse_unknown("partial_window", partial_window, PartialWindow)
         self.schedule = requested(scheduling, effective_batch_size, interval)
         self.scheduling = dict(scheduling) if isinstance(scheduling, Mapping) else scheduling
         self.partial_window = partial_window
         self.weight_fn = weight_fn
-        self.save_gradients = save_gradients
         self.sync_each_micro_batch = sync_each_micro_batch
-        self.gradients = WindowGradients(accumulate_in_float32)
         self.is_attached = False  # by the mixin, for one fit
-        self._automatic = AutomaticWindow(self.gradients, is_weighted=weight_fn is not None)
         self._backward = checks.FirstBackward(self.schedule)
-        self._flags = TrainerFlags()
         self._if_unweighted: str | None = None  # to be told if nobody says what a micro-batch weighs
         self._begin_books()
 
@@ -254,41 +248,12 @@ class AccumulationScheduler(Callback):
         if isinstance(module, WindowOwner):
             module._accumulation_end()
 
+    @override
     def _begin_books(self) -> None:
-        self.ledger = Ledger()
+        super()._begin_books()
         self._openings = Openings(self.schedule, self.partial_window, self.ledger, self._flags)
-        self._restored: dict[str, Any] | None = None
-        self._has_failed = False
-        self.gradients.end()
-
-    def _guard_open_window(self, trainer: Trainer, module: LightningModule) -> None:
-        """Keep what is pending from a validation that follows this micro-batch.
-
-        Lightning zeroes the gradients where it takes the window for closed: the loader may have left its last place
-        empty, or an epoch has ended inside a window that goes on.
-        """
-        if self._flags.in_charge(trainer) and self.ledger.is_pending:
-            seams.shadow(module, "on_validation_model_zero_grad", lambda: None)
-        else:
-            seams.unshadow(module, "on_validation_model_zero_grad")
-
-    def _drop_what_is_left_open(self, trainer: Trainer) -> None:
-        """Drop a window that the loop has left in automatic optimization, where nobody steps for it."""
-        if self.ledger.window is not None and (dropped := self._automatic.window.micro_batches):
-            checks.warn_of_dropped_window(dropped)
-            self.drop_window(trainer)
-
-    def _works_for(self, trainer: Trainer, module: LightningModule) -> bool:
-        return module.automatic_optimization and self._flags.in_charge(trainer)
 
     # For the mixin
-
-    def drop_window(self, trainer: Trainer) -> None:
-        """Forget the open window and its gradients; it is not counted."""
-        for optimizer_idx, optimizer in enumerate(trainer.optimizers):
-            self.gradients.drop(optimizer)
-            self.ledger.optimizer(optimizer_idx).clear()
-        self.ledger.window = None
 
     def weigh(self, batch: Any, device: torch.device, default: float | None = None) -> Weight:
         """What the micro-batch weighs if nobody says it otherwise."""
@@ -307,40 +272,3 @@ class AccumulationScheduler(Callback):
 
     def _detach(self, trainer: Trainer) -> None:
         seams.set_callbacks(trainer, [callback for callback in seams.callbacks(trainer) if callback is not self])
-
-    # Checkpoints
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return self.ledger.state_dict()
-
-    @override
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        left_out = None
-        if not self.save_gradients:
-            left_out = "`save_gradients=False`"
-        elif self._has_failed and trainer.world_size > 1:
-            left_out = "one rank may have failed alone"
-        state = pending.complete(trainer, self.ledger, self.gradients, checkpoint, left_out)
-        checkpoint["callbacks"][self.state_key].update(state)
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict
-
-    def _restore(self, trainer: Trainer, module: LightningModule) -> None:
-        """Go on where the checkpoint was made; without one, where Lightning's own counter stands."""
-        state, self._restored = self._restored, None
-        if state is None:  # the first fit, a second one, or a training that was begun without this package
-            self.ledger.restart(trainer.global_step // max(len(trainer.optimizers), 1))
-        else:
-            self.ledger.load_state_dict(state)
-            self._restore_gradients(trainer, state)
-        if module.automatic_optimization:
-            self._automatic.start(trainer, module, self.ledger.optimizer(0))
-
-    def _restore_gradients(self, trainer: Trainer, state: dict[str, Any]) -> None:
-        if "pending" in state and pending.fits(trainer, state["pending"]):
-            pending.unpack(trainer, self.ledger, self.gradients, state["pending"])
-        elif "pending" in state or "left_out" in state:
-            checks.warn_of_lost_gradients(state.get("left_out", "they are those of other parameters"))
