@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -182,6 +180,21 @@ def checkpointing(folder: str, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(dirpath=folder, save_top_k=-1, **options)
 
 
+class Clock(L.Callback):
+    """In place of the module `time`; a second passes with each micro-batch."""
+
+    seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def time(self) -> float:
+        return self.seconds
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.seconds += 1.0
+
+
 MODEL_CHECKPOINT = [
     pytest.param({"every_n_train_steps": 1}, {}, SCHEDULED, [4, 7, 11, 14], id="by steps"),
     pytest.param(
@@ -200,12 +213,10 @@ MODEL_CHECKPOINT = [
 def test_by_model_checkpoint(
     options: Any, flags: Any, doors: list[str], done: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds = count()  # one passes with each micro-batch
-    clock = SimpleNamespace(monotonic=lambda: next(seconds), time=lambda: 0.0)
-    monkeypatch.setattr("lightning.pytorch.callbacks.model_checkpoint.time", clock)
+    monkeypatch.setattr("lightning.pytorch.callbacks.model_checkpoint.time", clock := Clock())
     flags = {**flags, "enable_checkpointing": True, "val": Resumable(batches()[:1])}
     for door in doors:
-        whole = run(door, "AdamW", [checkpointing(door, **options)], **flags)
+        whole = run(door, "AdamW", [clock, checkpointing(door, **options)], **flags)
 
         def resume(path: Path, door: str = door) -> Any:
             return run(door, "AdamW", [checkpointing(f"from {path}", **options)], ckpt_path=path, **flags)
