@@ -347,3 +347,24 @@ def test_an_error_in_the_optimizer_step_costs_its_window_and_is_warned_of(
         resumed = run(door, "AdamW", ckpt_path="error.ckpt")
     assert resumed.seen == run(door, "AdamW").seen[7 * step // 2 + 4 :]
     assert resumed.micro_batches == micro_batches
+
+
+class FailsBetween(Pair):
+    """An error where the first of two optimizers has stepped, and the second has not."""
+
+    def accumulate(self, *args: Any, **kwargs: Any) -> Any:
+        step = super().accumulate(*args, **kwargs)
+        if len(self.seen) == 4:
+            raise ArithmeticError
+        return step
+
+
+def test_an_error_between_the_steps_of_two_optimizers_costs_the_seconds_window_and_is_warned_of() -> None:
+    whole = run(CALLBACK, "AdamW", kind=Pair)
+    fail(CALLBACK, [], kind=FailsBetween)
+    with pytest.warns(UserWarning, match="only some of the optimizers had stepped"):
+        resumed = run(CALLBACK, "AdamW", kind=Pair, ckpt_path="error.ckpt")
+    assert resumed.seen == whole.seen[4:]
+    assert torch.equal(resumed.net[0].weight, whole.net[0].weight)
+    assert not torch.equal(resumed.other[0].weight, whole.other[0].weight)
+    assert resumed.ours.ledger.counters == whole.ours.ledger.counters
