@@ -155,24 +155,16 @@ def test_in_on_effective_step_end(door: str, scheduler_last: bool) -> None:
     assert assert_all_go_on(whole, lambda path: run(door, "clipped", ckpt_path=path, **options)) == [4, 7, 11, 14]
 
 
-class SavesInside(Learner):
+class SavesInside(AccumulationMixin, Learner):
     """Saves in ``training_step``, behind `accumulate`."""
 
-    def configure_callbacks(self) -> Any:
-        saves, self.saves = self.trainer.save_checkpoint, []
-        wrapped = self.accumulate
-
-        def accumulate_then_save(loss: Any) -> Any:
-            step = wrapped(loss)
-            saves(f"{len(self.seen)}.ckpt")
-            return step
-
-        self.accumulate = accumulate_then_save
-        return []
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.accumulate(super().training_step(batch, batch_idx))
+        self.trainer.save_checkpoint(f"{len(self.seen)}.ckpt")
 
 
 def test_in_training_step_behind_accumulate() -> None:
-    whole = run(MIXIN, "AdamW", kind=SavesInside)
+    whole = run(CALLBACK, "AdamW", kind=SavesInside)
     assert assert_all_go_on(whole, lambda path: run(MIXIN, "AdamW", ckpt_path=path)) == list(range(1, 15))
 
 
