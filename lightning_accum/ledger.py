@@ -52,6 +52,11 @@ class Ledger:
         return self.window is not None and any(window.has_closed for window in self._optimizers.values())
 
     @property
+    def awaits_step(self) -> bool:
+        """Whether any optimizer's window holds what no step was begun with."""
+        return any(window.micro_batches and not window.has_closed for window in self._optimizers.values())
+
+    @property
     def has_moved(self) -> bool:
         """Whether the step has moved any weights."""
         return any(window.has_moved for window in self._optimizers.values())

@@ -48,7 +48,8 @@ def complete(
     if ledger.is_stepped and not is_torn:
         counters = ledger.counters
         skipped = counters.skipped_steps + (not ledger.has_moved)
-        return {"effective_step": counters.effective_step + 1, "skipped_steps": skipped, "window": None}
+        lost = {"left_out": "only some of the optimizers had stepped"} if ledger.awaits_step else {}
+        return {"effective_step": counters.effective_step + 1, "skipped_steps": skipped, "window": None, **lost}
     if ledger.window is None:
         return {}
     if is_torn:

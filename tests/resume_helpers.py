@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from cases.doors import Rows, through
 from helpers import item_losses, make_net, make_trainer
 from torch import Tensor
 
 from lightning_accum import AccumulationScheduler, EffectiveStep
+
+# Lightning's warning and ours, where a loader cannot go on in the middle of an epoch
+PLAIN_LOADER = pytest.mark.filterwarnings(
+    "ignore:You're resuming from a checkpoint that ended before the epoch ended",
+    "ignore:The fit resumes after .* but its loader begins anew",
+)
 
 
 class Resumable:

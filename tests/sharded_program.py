@@ -71,6 +71,7 @@ class Sharded(AccumulationMixin, LightningModule):
         self.norms: list[Tensor | None] = []
         self.steps: list[tuple[Any, ...]] = []
         self.reductions: list[int] = []
+        self.saved: dict[str, Any] = {}
 
     def configure_model(self) -> None:
         if not self.fsdp1:
@@ -94,6 +95,8 @@ class Sharded(AccumulationMixin, LightningModule):
         self.profiler.stop()
         names = [event.name for event in self.profiler.events()]
         self.reductions.append(sum(name.startswith("c10d::_reduce_scatter") for name in names))
+        if batch_idx == 4:  # before the first step torch would step for the optimizer's state, and count that
+            self.saved = self.trainer._checkpoint_connector.dump_checkpoint()["callbacks"]["AccumulationScheduler"]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         place = (self.trainer.global_rank, batch_idx)
@@ -159,6 +162,7 @@ def main(out: Path, fsdp1: bool) -> None:
             "norms": norms,
             "steps": module.steps,
             "reductions": module.reductions,
+            "saved": module.saved,
         }
     module = fit(fsdp1, callbacks=[SpoilsAShard(), NonFiniteGuard("skip")])
     seen["spoilt, skip"] = {"weights": module.weights, "skipped": [step[3] for step in module.steps]}

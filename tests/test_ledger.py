@@ -111,3 +111,25 @@ def test_an_optimizers_window_is_made_when_asked_for_and_then_kept() -> None:
     assert not ledger.is_pending
     window.add(1.0, 2)
     assert ledger.is_pending
+
+
+def test_a_step_under_way_is_torn_and_a_window_beside_it_awaits_its_own() -> None:
+    ledger = Ledger()
+    ledger.open(2, 0)
+    first, second = ledger.optimizer(0), ledger.optimizer(1)
+    first.add(1.0, 2)
+    second.add(1.0, 2)
+    assert (ledger.is_stepped, ledger.is_torn, ledger.awaits_step, ledger.has_moved) == (False, False, True, False)
+    first.has_closed = True
+    assert (ledger.is_stepped, ledger.is_torn, ledger.awaits_step, ledger.has_moved) == (True, True, True, False)
+    first.has_moved = True
+    first.settle(1.0, 0.0, 1)
+    first.close()
+    assert (ledger.is_stepped, ledger.is_torn, ledger.awaits_step, ledger.has_moved) == (True, False, True, True)
+    second.has_closed = True
+    assert (ledger.is_torn, ledger.awaits_step) == (True, False)
+    second.clear()
+    ledger.in_backward = True
+    assert ledger.is_torn
+    ledger.begin_batch()
+    assert not ledger.is_torn

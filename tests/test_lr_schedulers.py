@@ -13,6 +13,7 @@ from helpers import ManualToy, Toy, make_trainer, ones
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from resume_helpers import PLAIN_LOADER
 from test_mixin import TwoOptimizers
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
@@ -222,7 +223,7 @@ class Saves(L.Callback):
             trainer.save_checkpoint(f"{name}.ckpt")
 
 
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@PLAIN_LOADER
 @pytest.mark.parametrize("where", ["train_epoch_end", "validation_end", "batch_end"])
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 def test_a_resumed_fit_ends_with_the_same_rate(where: str, interval: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from lightning_accum.ledger import Ledger
 from lightning_accum.raw_steps import RawSteps
@@ -52,3 +53,17 @@ def test_after_the_fit_nobody_looks() -> None:
     ledger.optimizer(0).add(1.0, 2)
     steps.release()
     first.step()
+
+
+def test_a_step_that_torch_makes_for_the_state_in_a_sharded_checkpoint_is_let_through() -> None:
+    ledger, _, (first, _) = watched()
+    (parameter,) = first.param_groups[0]["params"]
+    adam = torch.optim.AdamW([parameter], lr=0.1)
+    RawSteps(ledger).watch([adam])
+    ledger.optimizer(0).add(1.0, 2)
+    model = nn.ParameterList([parameter])
+    _, state = get_state_dict(model, adam)
+    assert "exp_avg" in state["state"]["0"]
+    assert adam.param_groups[0]["lr"] == 0.1
+    with pytest.raises(RuntimeError, match="by hand"):
+        adam.step()

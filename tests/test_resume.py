@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -157,29 +155,36 @@ def test_in_on_effective_step_end(door: str, scheduler_last: bool) -> None:
     assert assert_all_go_on(whole, lambda path: run(door, "clipped", ckpt_path=path, **options)) == [4, 7, 11, 14]
 
 
-class SavesInside(Learner):
+class SavesInside(AccumulationMixin, Learner):
     """Saves in ``training_step``, behind `accumulate`."""
 
-    def configure_callbacks(self) -> Any:
-        saves, self.saves = self.trainer.save_checkpoint, []
-        wrapped = self.accumulate
-
-        def accumulate_then_save(loss: Any) -> Any:
-            step = wrapped(loss)
-            saves(f"{len(self.seen)}.ckpt")
-            return step
-
-        self.accumulate = accumulate_then_save
-        return []
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.accumulate(super().training_step(batch, batch_idx))
+        self.trainer.save_checkpoint(f"{len(self.seen)}.ckpt")
 
 
 def test_in_training_step_behind_accumulate() -> None:
-    whole = run(MIXIN, "AdamW", kind=SavesInside)
+    whole = run(CALLBACK, "AdamW", kind=SavesInside)
     assert assert_all_go_on(whole, lambda path: run(MIXIN, "AdamW", ckpt_path=path)) == list(range(1, 15))
 
 
 def checkpointing(folder: str, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(dirpath=folder, save_top_k=-1, **options)
+
+
+class Clock(L.Callback):
+    """In place of the module `time`; a second passes with each micro-batch."""
+
+    seconds = 0.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def time(self) -> float:
+        return self.seconds
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.seconds += 1.0
 
 
 MODEL_CHECKPOINT = [
@@ -200,12 +205,10 @@ MODEL_CHECKPOINT = [
 def test_by_model_checkpoint(
     options: Any, flags: Any, doors: list[str], done: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds = count()  # one passes with each micro-batch
-    clock = SimpleNamespace(monotonic=lambda: next(seconds), time=lambda: 0.0)
-    monkeypatch.setattr("lightning.pytorch.callbacks.model_checkpoint.time", clock)
+    monkeypatch.setattr("lightning.pytorch.callbacks.model_checkpoint.time", clock := Clock())
     flags = {**flags, "enable_checkpointing": True, "val": Resumable(batches()[:1])}
     for door in doors:
-        whole = run(door, "AdamW", [checkpointing(door, **options)], **flags)
+        whole = run(door, "AdamW", [clock, checkpointing(door, **options)], **flags)
 
         def resume(path: Path, door: str = door) -> Any:
             return run(door, "AdamW", [checkpointing(f"from {path}", **options)], ckpt_path=path, **flags)
@@ -336,3 +339,24 @@ def test_an_error_in_the_optimizer_step_costs_its_window_and_is_warned_of(
         resumed = run(door, "AdamW", ckpt_path="error.ckpt")
     assert resumed.seen == run(door, "AdamW").seen[7 * step // 2 + 4 :]
     assert resumed.micro_batches == micro_batches
+
+
+class FailsBetween(Pair):
+    """An error where the first of two optimizers has stepped, and the second has not."""
+
+    def accumulate(self, *args: Any, **kwargs: Any) -> Any:
+        step = super().accumulate(*args, **kwargs)
+        if len(self.seen) == 4:
+            raise ArithmeticError
+        return step
+
+
+def test_an_error_between_the_steps_of_two_optimizers_costs_the_seconds_window_and_is_warned_of() -> None:
+    whole = run(CALLBACK, "AdamW", kind=Pair)
+    fail(CALLBACK, [], kind=FailsBetween)
+    with pytest.warns(UserWarning, match="only some of the optimizers had stepped"):
+        resumed = run(CALLBACK, "AdamW", kind=Pair, ckpt_path="error.ckpt")
+    assert resumed.seen == whole.seen[4:]
+    assert torch.equal(resumed.net[0].weight, whole.net[0].weight)
+    assert not torch.equal(resumed.other[0].weight, whole.other[0].weight)
+    assert resumed.ours.ledger.counters == whole.ours.ledger.counters

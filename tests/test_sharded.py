@@ -91,6 +91,13 @@ def test_gradients_are_reduced_at_window_ends_or_at_each_micro_batch(ranks: list
     assert [rank[name]["reductions"] for rank in ranks] == [expected] * 2
 
 
+def test_a_checkpoint_inside_a_window_leaves_sharded_gradients_out(ranks: list[Seen]) -> None:
+    for rank in ranks:
+        saved = rank["default"]["saved"]
+        assert (saved["window"], saved["left_out"]) == ([2, 4], "they are sharded")
+        assert "pending" not in saved
+
+
 @pytest.mark.parametrize("where", ["inside", "at the end"])
 def test_a_micro_batch_without_a_backward_is_an_error(ranks: list[Seen], where: str) -> None:
     for rank in ranks:

@@ -236,6 +236,6 @@ def test_a_second_fit_begins_clean(door: str, name: str) -> None:
 def test_a_second_fit_of_the_same_trainer_begins_clean_too(door: str) -> None:
     module = fit(door, **by(stop)())
     before, trainer = module.w.item(), module.trainer
-    trainer.fit_loop.max_epochs = 2
+    trainer.fit_loop.max_epochs, trainer.should_stop = 2, False
     trainer.fit(module, Resumable([torch.ones(1, dtype=torch.float64)] * 5))
     assert module.w.item() == before - 2.0

@@ -10,7 +10,7 @@ import torch
 from cases.doors import DOORS, FLAG, SCHEDULED, Rows, fit, through
 from helpers import Toy, as_given, make_trainer, ones
 from lightning.pytorch.callbacks import ModelCheckpoint
-from resume_helpers import Resumable, Saves
+from resume_helpers import PLAIN_LOADER, Resumable, Saves
 from torch import Tensor
 
 from lightning_accum import AccumulationScheduler
@@ -54,11 +54,8 @@ def test_b01_a_resumed_epoch_keeps_its_factor(door: str, after: int) -> None:
     assert resumed.weights == whole.weights[after + 1 :]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:You're resuming from a checkpoint that ended before the epoch ended",
-    "ignore:The fit resumes after 8 micro-batches of an epoch, but its loader begins anew",
-    "ignore:The dirpath has changed",
-)
+@PLAIN_LOADER
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("door", DOORS)
 def test_b01_also_from_a_checkpoint_made_at_a_validation(door: str) -> None:
     def run(folder: str, ckpt_path: str | None = None) -> Seen:
