@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 from cases.doors import DOORS, FLAG, SCHEDULED, Rows, fit, through
-from helpers import Toy, as_given, make_trainer, ones
+from helpers import Factors, Toy, as_given, make_trainer, ones
 from lightning.pytorch.callbacks import ModelCheckpoint
 from resume_helpers import Resumable, Saves
 from torch import Tensor
@@ -18,17 +18,15 @@ from torch import Tensor
 from lightning_accum import AccumulationScheduler
 
 
-class Seen(Toy):
-    """Keeps the micro-batches, and the factor that each was trained with."""
+class Seen(Factors):
+    """Keeps the micro-batches too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[float] = []
-        self.factors: list[int] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.batches.append(batch.item())
-        self.factors.append(int(self.trainer.accumulate_grad_batches))
         return super().training_step(batch, batch_idx)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases.doors import CALLBACK, MIXIN, SCHEDULED
-from helpers import ManualToy, Toy, make_trainer, ones
+from helpers import Engine, ManualToy, Toy, make_trainer, ones
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -41,17 +41,6 @@ def test_b56_to_sync_every_micro_batch_makes_the_same_update_with_eight_all_redu
 
 
 # B58, B59: engines that accumulate by themselves
-
-
-class Engine(SingleDeviceStrategy):
-    """Accumulates, clips and steps by itself, as DeepSpeed does."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        return True
 
 
 REFUSAL = r"cannot be used with Engine.*engine owns accumulation.*Remove.*Trainer\(accumulate_grad_batches=N\)"
