@@ -126,7 +126,7 @@ def fits(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(drawn=fits())
 def test_b34_b78_the_estimate_is_what_the_loop_does_and_what_the_plan_says(drawn: dict[str, Any]) -> None:
     batches = drawn["batches"] if drawn["limit"] is None else min(drawn["batches"], drawn["limit"])
