@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # `helpers`, from every folder of tests
 
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of programs that tests start: threads cost more than such small networks
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -75,6 +76,29 @@ class ManualToy(AccumulationMixin, Toy):
         return loss
 
 
+class Factors(Toy):
+    """Keeps the factor that each micro-batch was trained with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.factors.append(int(self.trainer.accumulate_grad_batches))
+        return super().training_step(batch, batch_idx)
+
+
+class Engine(SingleDeviceStrategy):
+    """Accumulates, clips and steps by itself, as DeepSpeed does."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        return True
+
+
 class Unsized(IterableDataset[Any]):
     """A data set without a length."""
 
@@ -106,6 +130,16 @@ def ones(batches: int, *, sized: bool = True) -> DataLoader[Any]:
 def as_given(batches: Sequence[Any], *, sized: bool = True) -> DataLoader[Any]:
     """A loader that yields exactly these batches."""
     return DataLoader(list(batches) if sized else Unsized(batches), batch_size=None)  # type: ignore[arg-type]
+
+
+def recording_backend(graphs: list[Any]) -> Callable[..., Any]:
+    """A backend of `torch.compile` that compiles nothing, and keeps every graph that it was given."""
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    return backend
 
 
 # The oracle

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,14 +26,34 @@ from lightning_accum import check_equivalence
 WINDOWS = 6 * [*(19 * [64]), 41] + 10 * [*(4 * [256]), 3 * 64 + 41]
 
 
-def run_example(*command_line: str | Path) -> str:
-    """Run it as a user does; returns what it prints."""
-    command = [sys.executable, *map(str, command_line)]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=600, check=False)
-    printed = done.stdout + done.stderr
-    assert done.returncode == 0, printed
+def output_of(code: int, output: str) -> str:
+    """What a program printed that ended with this code."""
+    printed = Path(output).read_text(encoding="utf-8", errors="replace")
+    assert code == 0, printed
     assert "warn" not in printed.lower()
     return printed
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    program = Path(__file__).with_name("fork_server.py")
+    command = [sys.executable, program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        yield server
+        server.stdin.close()
+
+
+@pytest.fixture
+def run_example(server: subprocess.Popen[str], tmp_path: Path) -> Callable[..., str]:
+    """Runs an example in the current folder, where Lightning is imported already; returns what it prints."""
+
+    def run(program: str, *arguments: str | Path) -> str:
+        command = [tmp_path, "printed.txt", EXAMPLES / program, *arguments]
+        server.stdin.write(json.dumps([*map(str, command)]) + "\n")
+        server.stdin.flush()
+        return output_of(int(server.stdout.readline()), "printed.txt")
+
+    return run
 
 
 def column(rows: list[dict[str, str]], name: str) -> dict[int, float]:
@@ -61,43 +82,46 @@ def test_every_example_is_run_here() -> None:
     }
 
 
-def test_a_growing_batch_makes_fewer_steps_of_the_same_samples() -> None:
-    printed = run_example(EXAMPLES / "batch_warmup.py")
+def test_a_growing_batch_makes_fewer_steps_of_the_same_samples(run_example: Callable[..., str]) -> None:
+    printed = run_example("batch_warmup.py")
     # 12 epochs of 40 micro-batches of 32 samples: 160 windows of 1, 80 of 2, 40 of 4
     assert re.findall(r"(\w+) batch: (\d+) effective steps", printed) == [("constant", "480"), ("growing", "280")]
     assert Path("batch_warmup.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_callback_alone_equals_the_big_batch() -> None:
+def test_the_callback_alone_equals_the_big_batch(run_example: Callable[..., str]) -> None:
     # 500 samples in micro-batches of 16: 32 in an epoch. The example compares the weights itself.
-    assert f"{3 * 32 + 3 * 8} effective steps" in run_example(EXAMPLES / "callback_only.py")
+    assert f"{3 * 32 + 3 * 8} effective steps" in run_example("callback_only.py")
 
 
-def test_both_networks_of_a_gan_move_as_with_the_big_batch() -> None:
+def test_both_networks_of_a_gan_move_as_with_the_big_batch(run_example: Callable[..., str]) -> None:
     # 1,797 samples in batches of 64: 29 in an epoch. The example compares the weights itself.
-    assert "[58, 58] at once, [58, 58] accumulated" in run_example(EXAMPLES / "gan.py")
+    assert "[58, 58] at once, [58, 58] accumulated" in run_example("gan.py")
 
 
-def test_a_split_batch_takes_less_memory_for_the_same_losses() -> None:
-    printed = run_example(EXAMPLES / "memory.py", "--updates", "2")  # it compares both itself
+def test_a_split_batch_takes_less_memory_for_the_same_losses(run_example: Callable[..., str]) -> None:
+    printed = run_example("memory.py", "--updates", "2")  # it compares both itself
     assert printed == Path("memory.md").read_text()
     assert plt.imread("memory.png").std() > 0.1
 
 
-def test_a_transformers_classifier_is_trained_as_its_yaml_says() -> None:
+def test_a_transformers_classifier_is_trained_as_its_yaml_says(run_example: Callable[..., str]) -> None:
     pytest.importorskip("transformers")
-    printed = run_example(EXAMPLES / "hf_finetune.py", "--config", EXAMPLES / "hf_finetune.yaml")
+    printed = run_example("hf_finetune.py", "--config", EXAMPLES / "hf_finetune.yaml")
     assert "test/accuracy" in printed  # which the example compares itself
 
 
-def test_a_transformers_language_model_equals_the_big_batch() -> None:
+def test_a_transformers_language_model_equals_the_big_batch(run_example: Callable[..., str]) -> None:
     pytest.importorskip("transformers")
     # 310 lines in micro-batches of 8: 39. The example compares the weights itself.
-    assert "10 effective steps" in run_example(EXAMPLES / "hf_language_model.py")
+    assert "10 effective steps" in run_example("hf_language_model.py")
 
 
 def test_digits_are_learned_with_one_point_per_effective_step() -> None:
-    printed = run_example(EXAMPLES / "digits.py", "--config", EXAMPLES / "digits.yaml")
+    command = [sys.executable, EXAMPLES / "digits.py", "--config", EXAMPLES / "digits.yaml"]  # as in the README
+    with Path("printed.txt").open("wb") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=600, check=False)
+    printed = output_of(done.returncode, "printed.txt")
     assert re.search(r"6-15 \W+4 \W+5 \W+4 \W+120 \W+256 ", printed)  # the plan's second row
     (metrics,) = Path().glob("lightning_logs/*/metrics.csv")
     rows = list(csv.DictReader(metrics.read_text().splitlines()))

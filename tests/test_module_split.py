@@ -24,6 +24,7 @@ from helpers import (
     make_batches,
     make_net,
     make_trainer,
+    recording_backend,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -234,14 +235,10 @@ def test_pieces_without_a_loss_and_empty_batches_contribute_nothing() -> None:
 def test_a_compiled_network_is_run_compiled() -> None:
     graphs: list[Any] = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
     class Compiled(Split):
         def __init__(self) -> None:
             super().__init__(2)
-            self.compiled = torch.compile(self.nets[0], backend=backend)
+            self.compiled = torch.compile(self.nets[0], backend=recording_backend(graphs))
 
         def loss(self, piece: Any, position: int) -> Tensor:
             return item_losses(self.compiled, piece).mean()

@@ -27,10 +27,8 @@ def carrying(
     batches: int, n: int, policy: Any, *, kind: type[L.LightningModule] = Toy, val: Any = None, **flags: Any
 ) -> Any:
     """A fit through the mixin with a policy; micro-batch i of an epoch has x = 1 + i."""
-    module = through(MIXIN, kind)()
     loader = as_given([torch.tensor([1.0 + i], dtype=torch.float64) for i in range(batches)])
-    make_trainer(callbacks=[AccumulationScheduler(n, partial_window=policy)], **flags).fit(module, loader, val)
-    return module
+    return fit(MIXIN, kind, loader, n, options={"partial_window": policy}, val=val, **flags)
 
 
 # What is refused

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from helpers import ManualToy, Toy, as_given, flat, item_losses, make_batches, make_net, make_trainer, ones, windows_of
+from helpers import ManualToy, as_given, flat, item_losses, make_batches, make_net, make_trainer, ones, windows_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from test_mixin import TwoOptimizers
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_accum import AccumulationMixin, AccumulationScheduler, EffectiveStep
-from lightning_accum.gradients import WindowGradients
 
 INF = float("inf")
 
@@ -327,80 +324,8 @@ def test_every_precision_takes_the_mean_of_the_window(door: type[Told], precisio
     assert all(step.loss.dtype == torch.promote_types(dtype, torch.float32) for step in module.steps)
 
 
-class Big(Told):
-    """One gradient of 256, then 256 of 1."""
-
-    def loss(self, batch: Tensor) -> Tensor:
-        return (self.w * batch).sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1.0)
-
-
-class ManualBig(ManualTold, Big):
-    pass
-
-
-@pytest.mark.parametrize("door", [Big, ManualBig], ids=["automatic", "mixin"])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_bf16_gradients_summed_in_float32_lose_nothing(door: type[Big], weighted: bool) -> None:
-    module = door()
-    scheduler = AccumulationScheduler(257, accumulate_in_float32=True, weight_fn=(lambda b: 3) if weighted else None)
-    make_trainer(callbacks=[scheduler], precision="bf16-true").fit(module, data(256, *[1] * 256))
-    assert module.w.item() == -torch.tensor(512 / 257, dtype=torch.bfloat16).item()
-    assert not module.w._post_accumulate_grad_hooks
-
-
-@pytest.mark.parametrize("door", [Big, ManualBig], ids=["automatic", "mixin"])
-def test_plain_bf16_loses_small_contributions_and_long_windows_are_warned_of(door: type[Big]) -> None:
-    module = door()
-    with pytest.warns(UserWarning, match="accumulate_in_float32=True"):
-        make_trainer(callbacks=[AccumulationScheduler(257)], precision="bf16-true").fit(module, data(256, *[1] * 256))
-    assert module.w.item() > -1.1  # 256 / 257, and little more
-
-
-def test_a_gradient_of_256_and_256_of_1_are_512() -> None:
-    w = nn.Parameter(torch.zeros((), dtype=torch.bfloat16))
-    optimizer, sums = torch.optim.SGD([w]), WindowGradients(in_float32=True)
-    sums.start([optimizer])
-    for gradient in [256.0] + [1.0] * 256:
-        (w * gradient).backward()
-        assert w.grad is None
-    sums.normalize(optimizer, 1.0)
-    assert w.grad is not None
-    assert (w.grad.item(), w.grad.dtype) == (512.0, torch.bfloat16)
-
-
-def test_short_windows_and_float32_parameters_are_not_warned_of() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", ".*does not have many workers.*")
-        warnings.filterwarnings("ignore", ".*treespec.*")
-        make_trainer(callbacks=[AccumulationScheduler(63)], precision="bf16-true").fit(Big(), data(*[1] * 64))
-        make_trainer(callbacks=[AccumulationScheduler(64)]).fit(Big(), data(*[1] * 64))
-
-
 def test_summing_in_float32_changes_nothing_for_float32_parameters() -> None:
     plain, summed = ManualToy(), ManualToy()
     make_trainer(callbacks=[AccumulationScheduler(4)]).fit(plain, ones(6))
     make_trainer(callbacks=[AccumulationScheduler(4, accumulate_in_float32=True)]).fit(summed, ones(6))
     assert plain.weights == summed.weights
-
-
-@pytest.mark.parametrize("door", [Toy, ManualToy], ids=["automatic", "mixin"])
-def test_an_optimizer_that_steps_in_backward_is_refused(door: type[Toy]) -> None:
-    class InBackward(door):  # type: ignore[misc, valid-type]
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            inner = torch.optim.SGD([self.w], lr=1.0)
-
-            def step(parameter: Tensor) -> None:
-                inner.step()
-                inner.zero_grad()
-
-            self.w.register_post_accumulate_grad_hook(step)
-            return optimizer
-
-    with pytest.raises(MisconfigurationException, match="steps in a hook"):
-        make_trainer(callbacks=[AccumulationScheduler(2)]).fit(InBackward(), ones(4))
-    make_trainer(callbacks=[AccumulationScheduler(1)]).fit(InBackward(), ones(4))

@@ -8,9 +8,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import ManualToy, Toy, as_given, make_trainer, ones
+from helpers import Engine, Factors, ManualToy, Toy, as_given, make_trainer, ones
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from resume_helpers import Resumable, Saves
@@ -47,25 +46,18 @@ def test_windows_end_where_the_schedule_says(
     assert trainer.global_step == len(ends)
 
 
-class FactorSeen(Toy):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[int] = []
-        self.seen_in_configure_optimizers: int | None = None
+class FactorSeen(Factors):
+    seen_in_configure_optimizers: int | None = None
 
     def configure_optimizers(self) -> Any:
         self.seen_in_configure_optimizers = int(self.trainer.accumulate_grad_batches)
         return super().configure_optimizers()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.append(int(self.trainer.accumulate_grad_batches))
-        return super().training_step(batch, batch_idx)
-
 
 def test_the_trainer_holds_each_windows_true_length() -> None:
     module = FactorSeen()
     make_trainer(max_epochs=2, callbacks=[AccumulationScheduler({0: 4, 1: 2})]).fit(module, ones(6))
-    assert module.seen == [4] * 4 + [2] * 2 + [2] * 6
+    assert module.factors == [4] * 4 + [2] * 2 + [2] * 6
     assert module.seen_in_configure_optimizers == 4
 
 
@@ -141,7 +133,7 @@ def test_the_scheduler_stands_back_while_another_callback_writes_the_factor(firs
     module, scheduler = FactorSeen(), AccumulationScheduler(2)
     callbacks = [TakesOver(), scheduler] if first else [scheduler, TakesOver()]
     make_trainer(callbacks=callbacks).fit(module, ones(10))
-    assert module.seen[:7] == [2] * 4 + [100] * 2 + [2]
+    assert module.factors[:7] == [2] * 4 + [100] * 2 + [2]
     assert module.stepped_at == [1, 3, 7, 9]
     assert module.updates == [-1.0] * 4
 
@@ -186,12 +178,6 @@ def test_one_line_at_fit_start_says_the_arithmetic(door: type[Toy], caplog: pyte
 # What is refused
 
 
-class EngineOwned(SingleDeviceStrategy):
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        return True
-
-
 class Plain(Toy):
     """Manual optimization without the mixin."""
 
@@ -223,8 +209,8 @@ class ManualLBFGS(ManualToy, LBFGS):
             r"class Plain\(AccumulationMixin, LightningModule\)",
             id="manual without mixin",
         ),
-        pytest.param(Toy, {"strategy": EngineOwned()}, 1, "its engine owns accumulation", id="engine"),
-        pytest.param(ManualToy, {"strategy": EngineOwned()}, 1, "its engine owns accumulation", id="mixin, engine"),
+        pytest.param(Toy, {"strategy": Engine()}, 1, "its engine owns accumulation", id="engine"),
+        pytest.param(ManualToy, {"strategy": Engine()}, 1, "its engine owns accumulation", id="mixin, engine"),
         pytest.param(LBFGS, {}, 1, "LBFGS calls a closure", id="closure optimizer"),
         pytest.param(ManualLBFGS, {}, 0, "LBFGS calls a closure", id="mixin, closure optimizer"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,18 +44,23 @@ def fit(
     callbacks: Sequence[L.Callback] = (),
     interval: Any = "epoch",
     weight_fn: Callable[[Any], Any] | None = None,
+    options: Mapping[str, Any] | None = None,
     val: Any = None,
     ckpt_path: str | None = None,
     **flags: Any,
 ) -> Any:
-    """Fit ``kind(*arguments)`` through a door; the module, with its Trainer as ``module.trainer``."""
+    """Fit ``kind(*arguments)`` through a door; the module, with its Trainer as ``module.trainer``.
+
+    What else the scheduler takes is in ``options``.
+    """
     module = through(door, kind)(*arguments)
     if door == FLAG:
         assert isinstance(scheduling, int)
-        assert weight_fn is None
+        assert weight_fn is options is None
         flags["accumulate_grad_batches"] = scheduling
     else:
-        callbacks = [AccumulationScheduler(scheduling, interval=interval, weight_fn=weight_fn), *callbacks]
+        scheduler = AccumulationScheduler(scheduling, interval=interval, weight_fn=weight_fn, **(options or {}))
+        callbacks = [scheduler, *callbacks]
     make_trainer(callbacks=list(callbacks), **flags).fit(module, loader, val, ckpt_path=ckpt_path)
     return module
 

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import ManualToy, Toy, as_given, make_trainer
+from helpers import ManualToy, Toy, as_given, make_trainer, recording_backend
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -181,15 +181,11 @@ def test_b93_an_overflow_of_one_optimizer_leaves_the_others_window_right() -> No
 def test_b83_a_compiled_network_is_compiled_once_for_all_micro_batches(factor: int) -> None:
     graphs: list[Any] = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
     class Compiled(FloatToy):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(2, 1)
-            self.compiled = torch.compile(self.layer, backend=backend)
+            self.compiled = torch.compile(self.layer, backend=recording_backend(graphs))
 
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             self.accumulate(self.compiled(batch).mean() + self.w)

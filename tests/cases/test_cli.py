@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
+from cases.doors import MIXIN, through
 from cli_helpers import SHORT_NAME, run_cli, scheduler_yaml, write_yaml
-from helpers import ManualToy, Toy, make_trainer, ones
+from helpers import Factors, ManualToy, Toy, make_trainer, ones
 
 from lightning_accum import AccumulationScheduler
 
@@ -93,18 +93,9 @@ def test_b88_the_factor_in_the_configuration_decides_the_number_of_steps(factor:
 def test_b88_the_plan_is_told_at_fit_start_and_the_live_factor_is_on_the_trainer(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Watching(ManualToy):
-        def __init__(self) -> None:
-            super().__init__()
-            self.factors: list[int] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.factors.append(int(self.trainer.accumulate_grad_batches))
-            return super().training_step(batch, batch_idx)
-
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     monkeypatch.setattr(logger, "handlers", [caplog.handler])  # Lightning's loggers may not propagate
     caplog.set_level(logging.INFO, logger=logger.name)
-    cli = run_cli("--config", scheduler_yaml("{0: 2, 1: 4}"), model=Watching)
+    cli = run_cli("--config", scheduler_yaml("{0: 2, 1: 4}"), model=through(MIXIN, Factors))
     assert cli.model.factors == [2] * 8 + [4] * 8
     assert "factor 2 from epoch 0, 4 from epoch 1" in caplog.text

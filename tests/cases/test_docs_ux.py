@@ -9,25 +9,12 @@ from typing import Any
 import pytest
 import torch
 from cases.doors import CALLBACK, DOORS, FLAG, MIXIN, SCHEDULED, Net, fit, flat_gradient, said, split
-from helpers import ManualToy, Toy, as_given, item_losses, make_batches, make_net, make_trainer, ones
+from helpers import Factors, ManualToy, Toy, as_given, item_losses, make_batches, make_net, make_trainer, ones
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_accum import AccumulationMonitor, AccumulationScheduler, EffectiveStep, monitor
-
-
-class Factors(Toy):
-    """Keeps the factor of every micro-batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factors: list[int] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.factors.append(int(self.trainer.accumulate_grad_batches))
-        return super().training_step(batch, batch_idx)
-
 
 # B24: manual optimization with a configured factor and clip
 

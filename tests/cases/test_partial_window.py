@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases.doors import DOORS, MIXIN, SCHEDULED, fit, through
-from helpers import Toy, as_given, make_trainer, ones
+from cases.doors import DOORS, MIXIN, SCHEDULED, fit
+from helpers import Toy, as_given, ones
 from torch import Tensor
 
 from lightning_accum import AccumulationScheduler, accumulation_plan
@@ -65,25 +65,30 @@ def test_b04_every_epoch_begins_with_an_empty_window(door: str, sized: bool, bat
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
-@pytest.mark.filterwarnings("ignore:.*factor.*")
 def test_b23_an_epoch_shorter_than_the_factor_steps_with_the_mean_of_what_it_holds(door: str, sized: bool) -> None:
     module = fit(door, Toy, ones(1, sized=sized), 4, max_epochs=8)
     assert module.updates == [-1.0] * 8
     assert module.trainer.global_step == 8
 
 
-@pytest.mark.parametrize(("policy", "steps"), [("average", 8), ("carry", 2), ("drop", 0)])
+@pytest.mark.parametrize(("policy", "stepped_at"), [("average", [*range(8)]), ("carry", [3, 7]), ("drop", [])], ids=str)
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
-@pytest.mark.filterwarnings("ignore:.*factor.*")
-def test_b23_windows_that_are_carried_on_span_epochs(policy: Any, steps: int, sized: bool) -> None:
-    module = through(MIXIN, Toy)()
-    trainer = make_trainer(callbacks=[AccumulationScheduler(4, partial_window=policy)], max_epochs=8)
-    trainer.fit(module, ones(1, sized=sized))
-    assert module.updates == [-1.0] * steps
-    assert trainer.global_step == module.effective_step == steps
-    assert (
-        accumulation_plan(AccumulationScheduler(4, partial_window=policy), batches=1, epochs=8).effective_steps == steps
-    )
+def test_b23_windows_that_are_carried_on_span_epochs(policy: Any, stepped_at: list[int], sized: bool) -> None:
+    policies = {"partial_window": policy}
+    module = fit(MIXIN, Toy, ones(1, sized=sized), 4, options=policies, max_epochs=8)
+    assert module.updates == [-1.0] * len(stepped_at)
+    assert module.stepped_at == stepped_at
+    assert module.trainer.global_step == module.effective_step == len(stepped_at)
+    plan = accumulation_plan(AccumulationScheduler(4, **policies), batches=1, epochs=8)
+    assert plan.effective_steps == len(stepped_at)
+
+
+def test_b23_a_carried_window_is_the_mean_over_all_that_it_holds() -> None:
+    module = fit(MIXIN, Toy, as_given(xs(3)), 4, options={"partial_window": "carry"}, max_epochs=4)
+    x = [1.0, 2.0, 5.0]  # of each epoch
+    means = [sum((x * 4)[i : i + 4]) / 4 for i in (0, 4, 8)]
+    assert module.updates == pytest.approx([-mean for mean in means], abs=1e-10)
+    assert module.stepped_at == [3, 7, 11]
 
 
 @pytest.mark.parametrize("door", DOORS)

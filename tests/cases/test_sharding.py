@@ -8,13 +8,21 @@ from typing import Any
 import pytest
 import torch
 from cases.doors import CALLBACK, MIXIN, SCHEDULED
-from helpers import ManualToy, Toy, make_trainer, ones
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from helpers import Engine, ManualToy, Toy, make_trainer, ones
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    StrategyRegistry,
+)
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from test_ranks import ManualRanked, Ranked, assert_equal_to, fit_on_ranks, make_data, oracle
 from torch import Tensor, distributed, nn
 
 from lightning_accum import AccumulationScheduler
+from lightning_accum.weighting import OptimizerWindow
 
 BOTH = pytest.mark.parametrize("door", SCHEDULED)
 TOYS = {CALLBACK: Toy, MIXIN: ManualToy}
@@ -33,17 +41,6 @@ def test_b56_to_sync_every_micro_batch_makes_the_same_update_with_eight_all_redu
 
 
 # B58, B59: engines that accumulate by themselves
-
-
-class Engine(SingleDeviceStrategy):
-    """Accumulates, clips and steps by itself, as DeepSpeed does."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        return True
 
 
 REFUSAL = r"cannot be used with Engine.*engine owns accumulation.*Remove.*Trainer\(accumulate_grad_batches=N\)"
@@ -68,10 +65,48 @@ def test_b58_b59_the_mixin_alone_is_refused_too_and_the_trainer_keeps_its_flags(
     assert (trainer.accumulate_grad_batches, trainer.gradient_clip_val) == (4, 1.0)
 
 
+@pytest.mark.parametrize("policy", ["average", "drop", "carry"])
+def test_b59_no_policy_for_the_short_last_window_is_promised_of_an_engine(policy: Any) -> None:
+    scheduler, module = AccumulationScheduler({0: 4, 1: 2}, partial_window=policy), ManualToy()
+    trainer = make_trainer(strategy=Engine(), callbacks=[scheduler], max_epochs=2)
+    with pytest.raises(MisconfigurationException, match=REFUSAL):
+        trainer.fit(module, ones(6))
+    assert module.weights == []
+    assert trainer.accumulate_grad_batches == 1
+
+
 def test_b58_the_way_out_is_open() -> None:
     module = Toy()
     make_trainer(strategy=Engine(), accumulate_grad_batches=4).fit(module, ones(4))
     assert module.stepped_at  # by the rules of the engine
+
+
+# B89: what a strategy makes of the ranks' gradients
+
+AVERAGING = (DDPStrategy, FSDPStrategy, ModelParallelStrategy)  # XLA's is a DDPStrategy
+REGISTERED = {entry["strategy"] for entry in StrategyRegistry.values()} | {ModelParallelStrategy}
+
+
+@pytest.mark.parametrize("kind", sorted(REGISTERED, key=lambda kind: kind.__name__))
+def test_b89_every_strategy_averages_over_the_ranks_or_has_one_or_is_refused(kind: Any) -> None:
+    engine_accumulates = kind.__new__(kind).handles_gradient_accumulation
+    assert engine_accumulates == (kind is DeepSpeedStrategy)
+    assert engine_accumulates or issubclass(kind, (*AVERAGING, SingleDeviceStrategy))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_b89_a_mean_over_ranks_is_undone_exactly_once(ranks: int) -> None:
+    weights = [[1.0 + rank, 3.0, 2.0 * rank] for rank in range(ranks)]
+    windows = [OptimizerWindow() for _ in weights]
+    gradient = 0.0
+    for window, of_rank in zip(windows, weights, strict=True):
+        for weight in of_rank:
+            window.add(weight, 3, alone=ranks == 1)
+            gradient += window.scale(weight) / ranks  # each loss has gradient 1: the weighted mean is 1
+    total = sum(map(sum, weights))
+    for window in windows:
+        window.settle(total, torch.tensor(0.0), 3 * ranks)
+        assert gradient * window.correction(ranks) == pytest.approx(1.0, abs=1e-12)
 
 
 # B60, B89: strategies that cannot leave the sync out

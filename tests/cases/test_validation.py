@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.doors import DOORS, SCHEDULED, Net, fit
+from cases.doors import DOORS, MIXIN, SCHEDULED, Net, fit
 from helpers import Toy, as_given, item_losses, make_batches, ones
 from torch import Tensor
 
@@ -62,6 +62,14 @@ def test_b95_a_leftover_is_stepped_before_the_validation_at_the_epochs_end(door:
     module = fit(door, Validated, ones(6, sized=sized), 4, max_epochs=3, val=ones(1), num_sanity_val_steps=0)
     assert validated == [-2.0, -4.0, -6.0]
     assert module.updates == [-1.0] * 6
+
+
+@pytest.mark.parametrize("interval", [None, 1, 2, 3, 6])
+def test_b95_a_leftover_that_is_carried_over_the_epochs_end_outlives_its_validations(interval: int | None) -> None:
+    flags = {} if interval is None else {"val": ones(1), "val_check_interval": interval}
+    module = fit(MIXIN, Toy, ones(6), 4, options={"partial_window": "carry"}, max_epochs=2, **flags)
+    assert module.updates == [-1.0] * 3
+    assert module.stepped_at == [3, 7, 11]
 
 
 @pytest.mark.parametrize("door", DOORS)
