@@ -84,7 +84,8 @@ def contribute(
 
 def _contribute_what_fits(module: LightningModule, state: FitState, optimizer_idx: int, batch: SplitBatch) -> None:
     """Try, and halve the micro-batches until no rank runs out of memory; each try is of the batch as it came."""
-    ranks, window = state.ranks, state.scheduler.ledger.optimizer(optimizer_idx)
+    ranks, ledger = state.ranks, state.scheduler.ledger
+    window, has_batch = ledger.optimizer(optimizer_idx), ledger.has_batch
     ranks.prepare_for_retries()
     while True:
         put_back = remember(module, window, state.scheduler.gradients, _within_reach(module, state, optimizer_idx))
@@ -96,6 +97,7 @@ def _contribute_what_fits(module: LightningModule, state: FitState, optimizer_id
         if failed == inf:
             return
         put_back()
+        ledger.has_batch, ledger.in_backward = has_batch, False  # for a checkpoint, if there is no way out
         if failed == 1:
             raise _without_way_out(error)
         window.micro_batch_size = ceil(failed / 2)

@@ -53,6 +53,7 @@ class AccumulationMonitor(Callback):
     def __init__(self, prog_bar: bool = False) -> None:
         self.prog_bar = prog_bar
         self._samples = 0
+        self._place: list[int] | None = None
         self._last_index = -1
         self._lr: Any = None
         self._logs_lr = True
@@ -63,7 +64,7 @@ class AccumulationMonitor(Callback):
             return
         plans.require_scheduler(trainer, pl_module, self)
         if trainer.global_step == 0:
-            self._samples = 0
+            self._samples, self._place = 0, None
         others = seams.callbacks(trainer)
         self._logs_lr = not any(getattr(callback, "logs_learning_rate", False) for callback in others)
 
@@ -75,7 +76,10 @@ class AccumulationMonitor(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # Not when a window is told of: a checkpoint may be made before that, and a window of weight 0 is not told of.
-        self._samples += samples(trainer, batch_idx, batch_idx + 1) or 0
+        place = [trainer.current_epoch, batch_idx]
+        if place != self._place:  # a fit that resumes after an error may repeat one
+            self._samples += samples(trainer, batch_idx, batch_idx + 1) or 0
+            self._place = place
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -117,11 +121,11 @@ class AccumulationMonitor(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"samples": self._samples}
+        return {"samples": self._samples, "place": self._place}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._samples = state_dict["samples"]
+        self._samples, self._place = state_dict["samples"], state_dict.get("place")
 
 
 def _show_plan(trainer: Trainer) -> None:

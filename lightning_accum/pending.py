@@ -8,6 +8,7 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lightning_accum import seams
@@ -120,6 +121,8 @@ def _fit(optimizer: Optimizer, gradients: list[Tensor | None]) -> bool:
 def unpack(trainer: Trainer, ledger: Ledger, gradients: WindowGradients, packed: dict[str, Any]) -> None:
     """Let the window go on where the checkpoint was made; the number of ranks and the loss scale may have changed."""
     ranks, scaler = trainer.world_size, active_scaler(trainer)
+    if scaler is not None:  # Fact: it makes its scale when it first scales a loss, and none may be left in the window
+        scaler.scale(torch.zeros((), device=trainer.strategy.root_device))
     scale = (1.0 if scaler is None else scaler.get_scale()) / packed["scale"]
     for i, kept in packed["optimizers"].items():
         window = ledger.optimizer(i)

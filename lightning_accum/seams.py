@@ -107,11 +107,12 @@ def skips_epoch_start(trainer: Trainer) -> bool:
     """Whether the next micro-batch is the first one of an epoch that no hook tells of; asked in ``on_train_start``.
 
     Fact: from a checkpoint made in ``on_train_batch_end`` of an epoch's last micro-batch Lightning goes on with the
-    next epoch, and calls neither ``on_train_epoch_end`` nor ``on_train_epoch_start``.
+    next epoch, and calls neither ``on_train_epoch_end`` nor ``on_train_epoch_start``. Where the loader has no length,
+    it counts the next epoch's micro-batches as more of that one, and no place moves.
     """
     loop = trainer.fit_loop
     left_in_batch_end = loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_train_batch_end
-    return left_in_batch_end and loop.epoch_loop.batch_progress.is_last_batch
+    return left_in_batch_end and ready_batches(trainer) >= trainer.num_training_batches
 
 
 def set_up_data(trainer: Trainer) -> None:

@@ -106,8 +106,7 @@ def run(door: str, name: str, callbacks: Any = (), module: Any = None, **more: A
         options.get("loader", Resumable)(data),
         callbacks,
         module=(optimizer, dtype) if module is None else module,
-        scheduler=options.get("scheduler"),
-        **{**flags, **more},
+        **{"scheduler": options.get("scheduler"), **flags, **more},
     )
 
 
