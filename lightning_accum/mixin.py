@@ -72,6 +72,7 @@ class AccumulationMixin(OptimizerStep):
             output = training_step(*args, **kwargs)
             state.ranks.after_step()
             if state.closes:
+                state.warn_if_never_called(output)
                 self._close_window(state, in_step=True)
             self._complete_epoch(state)
         finally:
@@ -170,6 +171,7 @@ class AccumulationMixin(OptimizerStep):
             raise RuntimeError(
                 f"`{method}` was called outside `training_step`. Call it in `training_step`, while `Trainer.fit` runs."
             )
+        state.is_called = True
         optimizer_idx = optimizer_position(optimizer, state.trainer.optimizers, call)
         if state.scheduler.ledger.optimizer(optimizer_idx).has_closed:
             raise RuntimeError(

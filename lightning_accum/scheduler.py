@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum import advice, checks, effective_step, pending, plan, seams
-from lightning_accum.arguments import as_weight
+from lightning_accum.arguments import as_weight, check_weight_fn
 from lightning_accum.automatic import AutomaticWindow
 from lightning_accum.flags import TrainerFlags
 from lightning_accum.gradients import WindowGradients
@@ -61,7 +61,7 @@ class AccumulationScheduler(Callback):
             window: less memory under sharding, more communication, the same update. Needs the mixin.
 
     Raises:
-        TypeError: a factor or start that is not an int, or a mapping of names.
+        TypeError: a factor or start that is not an int, a mapping of names, or a ``weight_fn`` that cannot be called.
         ValueError: an empty mapping, a factor below 1, a negative start, an unknown interval or ``partial_window``.
         MisconfigurationException: both or none of ``scheduling`` and ``effective_batch_size``; at fit start, a setting
             that does not fit: the Trainer's own factor, another scheduler, a strategy that accumulates by itself, a
@@ -88,6 +88,7 @@ class AccumulationScheduler(Callback):
         sync_each_micro_batch: bool = False,
     ) -> None:
         refuse_unknown("partial_window", partial_window, PartialWindow)
+        check_weight_fn(weight_fn)
         self.schedule = requested(scheduling, effective_batch_size, interval)
         self.scheduling = dict(scheduling) if isinstance(scheduling, Mapping) else scheduling
         self.partial_window = partial_window
@@ -268,7 +269,7 @@ class AccumulationScheduler(Callback):
         empty, or an epoch has ended inside a window that goes on.
         """
         if self._flags.in_charge(trainer) and self.ledger.is_pending:
-            seams.shadow(module, "on_validation_model_zero_grad", lambda: None)
+            seams.shadow(module, "on_validation_model_zero_grad", seams.keep_gradients)
         else:
             seams.unshadow(module, "on_validation_model_zero_grad")
 
