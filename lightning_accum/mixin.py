@@ -105,7 +105,7 @@ class AccumulationMixin(OptimizerStep):
 
         Raises:
             RuntimeError: called outside ``training_step``, again after the window was closed, or with a loss without
-                a graph.
+                a graph; gradients that another backward has made, or that are gone from the open window.
             TypeError: a loss that is not a tensor; a weight that is not a number.
             ValueError: a loss that is not a scalar; a negative or non-finite Python weight; an optimizer that is not
                 this module's, or none where there are several.

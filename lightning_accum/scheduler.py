@@ -116,6 +116,7 @@ class AccumulationScheduler(Callback):
         checks.refuse_sync_each_under_offload(trainer, self.sync_each_micro_batch)
         checks.refuse_second_scheduler(trainer)
         self._begin_books()
+        self.ledger.restart(trainer.global_step // max(len(trainer.optimizers), 1))  # stays, if no epoch is left
         if isinstance(pl_module, WindowOwner):
             pl_module._accumulation_begin(trainer, self)
         elif not pl_module.automatic_optimization:
@@ -343,5 +344,5 @@ class AccumulationScheduler(Callback):
     def _restore_gradients(self, trainer: Trainer, state: dict[str, Any]) -> None:
         if "pending" in state and pending.fits(trainer, state["pending"]):
             pending.unpack(trainer, self.ledger, self.gradients, state["pending"])
-        elif "pending" in state or "left_out" in state:
-            checks.warn_of_lost_gradients(state.get("left_out", "they are those of other parameters"))
+        elif (reason := pending.lost(state)) is not None:
+            checks.warn_of_lost_gradients(reason)

@@ -335,6 +335,16 @@ def test_a_loss_that_is_returned_and_never_accumulated_is_warned_of_once() -> No
 # What a fit leaves, and the module as a module
 
 
+@pytest.mark.parametrize(
+    "flags", [{"accumulate_grad_batches": 2}, {"callbacks": [AccumulationScheduler(2)]}], ids=["flag", "callback"]
+)
+def test_a_fit_that_has_no_epoch_left_keeps_the_count(flags: dict[str, Any]) -> None:
+    module, trainer = ManualToy(), make_trainer(max_epochs=2, **flags)
+    for _ in range(2):
+        trainer.fit(module, ones(5))
+        assert (module.effective_step, trainer.global_step, module.w.item()) == (6, 6, -6.0)
+
+
 class CopiesItself(Steps):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:  # inside a window
