@@ -29,8 +29,9 @@ def optimizer_position(
     for position, candidate in enumerate(optimizers):
         if candidate is unwrapped:
             return position
+    given = type(unwrapped).__name__ if isinstance(unwrapped, Optimizer) else repr(unwrapped)
     raise ValueError(
-        f"`{call}, optimizer={type(unwrapped).__name__})`: not one of the optimizers that `configure_optimizers`"
+        f"`{call}, optimizer={given})`: not one of the optimizers that `configure_optimizers`"
         " returned. Take it from `self.optimizers()`."
     )
 
@@ -48,6 +49,15 @@ def check_loss(loss: object, given: str = "accumulate(loss)") -> None:
         raise RuntimeError(
             f"`{given}`: the loss has no graph, nothing could be learned from it. Was it detached, or computed under"
             " `torch.no_grad`? To contribute nothing, give None."
+        )
+
+
+def check_weight_fn(weight_fn: object) -> None:
+    """What is to be called with every batch."""
+    if weight_fn is not None and not callable(weight_fn):
+        raise TypeError(
+            f"`AccumulationScheduler(weight_fn={weight_fn!r})`: must be a function from a batch to what it weighs, for"
+            " example `lambda batch: len(batch[0])`, or None."
         )
 
 

@@ -80,8 +80,9 @@ def check_equivalence(
         The errors, and their causes.
 
     Raises:
-        TypeError: `micro_batches` is not an int; a batch without a size.
-        ValueError: `micro_batches` is below 2, or above the number of items; a whole batch without a finite gradient.
+        TypeError: `micro_batches` is not an int; a batch without a size; a loss that is not a tensor.
+        ValueError: `micro_batches` is below 2, or above the number of items; a loss that is not a scalar; a whole batch
+            without a finite gradient; a model without a parameter to learn.
 
     Example:
         >>> import torch

@@ -85,7 +85,8 @@ def accumulation_plan(
         The plan. Print it for a table; ``effective_steps`` is what ``OneCycleLR(total_steps=...)`` needs.
 
     Raises:
-        ValueError: ``batches``, ``epochs``, ``ranks`` or a size below 1.
+        TypeError: a number that is not an int; a ``scheduler`` of another kind.
+        ValueError: a number below 1.
         MisconfigurationException: the schedule counts samples, and ``micro_batch_size`` is missing.
 
     Example:
@@ -97,13 +98,18 @@ def accumulation_plan(
         >>> plan.effective_steps
         26
     """
-    numbers = {"batches": batches, "epochs": epochs, "ranks": ranks, "micro_batch_size": micro_batch_size or 1}
-    for name, number in {**numbers, "last_micro_batch_size": last_micro_batch_size or 1}.items():
-        if number < 1:
-            raise ValueError(f"`accumulation_plan({name}={number})`: must be an int >= 1.")
+    numbers = {"batches": batches, "epochs": epochs, "ranks": ranks, "micro_batch_size": micro_batch_size}
+    for name, number in {**numbers, "last_micro_batch_size": last_micro_batch_size, "max_steps": max_steps}.items():
+        if not (name.endswith("_size") and number is None):
+            _check(name, number, "; -1: no limit" if name == "max_steps" else "")
     partial_window: PartialWindow = "average"
     if isinstance(scheduler, (int, Mapping)):
         schedule = Schedule.parse(scheduler)
+    elif not isinstance(getattr(scheduler, "schedule", None), Schedule):
+        raise TypeError(
+            f"`accumulation_plan({scheduler!r}, ...)`: must be an AccumulationScheduler, or what one takes: an int"
+            " or {start: factor}."
+        )
     else:
         schedule, partial_window = scheduler.schedule, scheduler.partial_window
     if micro_batch_size is None and (schedule.sizes is not None or schedule.interval == "sample"):
@@ -113,6 +119,14 @@ def accumulation_plan(
         of_epoch = (batches - 1) * micro_batch_size + last_micro_batch_size
     epoch = Epoch(batches, micro_batch_size, of_epoch, ranks)
     return plan_for(schedule, epoch, epochs, partial_window, inf if max_steps == -1 else max_steps)
+
+
+def _check(name: str, number: object, or_else: str) -> None:
+    message = f"`accumulation_plan({name}={number!r})`: must be an int >= 1{or_else}."
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(message)
+    if number < 1 and not (or_else and number == -1):
+        raise ValueError(message)
 
 
 def plan_for(

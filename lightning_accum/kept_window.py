@@ -51,7 +51,7 @@ class KeptWindow(Callback):
         empty, or an epoch has ended inside a window that goes on.
         """
         if self._flags.in_charge(trainer) and self.ledger.is_pending:
-            seams.shadow(module, "on_validation_model_zero_grad", lambda: None)
+            seams.shadow(module, "on_validation_model_zero_grad", seams.keep_gradients)
         else:
             seams.unshadow(module, "on_validation_model_zero_grad")
 
@@ -102,5 +102,5 @@ class KeptWindow(Callback):
     def _restore_gradients(self, trainer: Trainer, state: dict[str, Any]) -> None:
         if "pending" in state and pending.fits(trainer, state["pending"]):
             pending.unpack(trainer, self.ledger, self.gradients, state["pending"])
-        elif "pending" in state or "left_out" in state:
-            checks.warn_of_lost_gradients(state.get("left_out", "they are those of other parameters"))
+        elif (reason := pending.lost(state)) is not None:
+            checks.warn_of_lost_gradients(reason)

@@ -72,6 +72,7 @@ class AccumulationMixin(OptimizerStep):
             output = training_step(*args, **kwargs)
             state.ranks.after_step()
             if state.closes:
+                state.warn_if_never_called(output)
                 self._close_window(state, in_step=True)
             self._complete_epoch(state)
         finally:
@@ -104,7 +105,7 @@ class AccumulationMixin(OptimizerStep):
 
         Raises:
             RuntimeError: called outside ``training_step``, again after the window was closed, or with a loss without
-                a graph.
+                a graph; gradients that another backward has made, or that are gone from the open window.
             TypeError: a loss that is not a tensor; a weight that is not a number.
             ValueError: a loss that is not a scalar; a negative or non-finite Python weight; an optimizer that is not
                 this module's, or none where there are several.
@@ -170,6 +171,7 @@ class AccumulationMixin(OptimizerStep):
             raise RuntimeError(
                 f"`{method}` was called outside `training_step`. Call it in `training_step`, while `Trainer.fit` runs."
             )
+        state.is_called = True
         optimizer_idx = optimizer_position(optimizer, state.trainer.optimizers, call)
         if state.scheduler.ledger.optimizer(optimizer_idx).has_closed:
             raise RuntimeError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
@@ -34,6 +35,7 @@ class FitState:
         "closes",
         "grad_norm",
         "in_step",
+        "is_called",
         "is_mid_epoch",
         "lr_schedulers",
         "ranks",
@@ -49,6 +51,7 @@ class FitState:
         self.lr_schedulers = LRSchedulers()
         self.raw_steps = RawSteps(scheduler.ledger)
         self.in_step = False
+        self.is_called = False  # `accumulate`, at any time in this fit
         self.is_mid_epoch = False
         self.closes = False
         self.batch: Any = None
@@ -62,6 +65,15 @@ class FitState:
     def end_step(self) -> None:
         """It has ended, or failed."""
         self.batch, self.in_step = None, False
+
+    def warn_if_never_called(self, output: Any) -> None:
+        """A window is closing, and the losses that its `training_step` returned have gone nowhere."""
+        if not self.is_called and output is not None:
+            self.is_called = True  # told once
+            rank_zero_warn(
+                "`training_step` returned a loss and never called `self.accumulate(loss)`: under AccumulationMixin"
+                " nothing is learned from it. Call it; to contribute nothing return None."
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()

@@ -59,7 +59,7 @@ def complete(
         left_out = "they are sharded"
     if left_out is not None:
         over = {"window": None} if is_torn and is_lost and seams.ready_batches(trainer) >= ledger.window.end else {}
-        return {"left_out": left_out, **over} if ledger.is_pending else {}
+        return {"left_out": left_out, **over} if ledger.is_pending else {"left_out": None}
     return {"pending": pack(trainer, ledger, gradients)}
 
 
@@ -101,6 +101,14 @@ def _pack(
 
 def _copy(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def lost(state: dict[str, Any]) -> str | None:
+    """Why gradients that a window has had do not come back from its state; None if there were none."""
+    if "pending" in state:
+        return "they are those of other parameters"
+    reason: str | None = state.get("left_out", "0.1.0 saved none" if state["window"] is not None else None)
+    return reason
 
 
 def fits(trainer: Trainer, packed: dict[str, Any]) -> bool:

@@ -93,6 +93,7 @@ def estimated_stepping_batches(trainer: Trainer, *, num_optimizers: int = 1) -> 
     Raises:
         MisconfigurationException: the fit has no known end: no ``max_steps``, and infinitely many epochs or a loader
             without a length.
+        TypeError: ``num_optimizers`` is not an int.
         ValueError: ``num_optimizers`` is below 1.
 
     References:

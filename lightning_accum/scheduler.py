@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum import advice, checks, effective_step, plan, seams
-from lightning_accum.arguments import as_weight
+from lightning_accum.arguments import as_weight, check_weight_fn
 from lightning_accum.gradients import WindowGradients
 from lightning_accum.kept_window import KeptWindow
 from lightning_accum.openings import Openings
@@ -58,7 +58,7 @@ class AccumulationScheduler(KeptWindow):
             window: less memory under sharding, more communication, the same update. Needs the mixin.
 
     Raises:
-        TypeError: a factor or start that is not an int, or a mapping of names.
+        TypeError: a factor or start that is not an int, a mapping of names, or a ``weight_fn`` that cannot be called.
         ValueError: an empty mapping, a factor below 1, a negative start, an unknown interval or ``partial_window``.
         MisconfigurationException: both or none of ``scheduling`` and ``effective_batch_size``; at fit start, a setting
             that does not fit: the Trainer's own factor, another scheduler, a strategy that accumulates by itself, a
@@ -86,6 +86,7 @@ class AccumulationScheduler(KeptWindow):
     ) -> None:
         super().__init__(WindowGradients(accumulate_in_float32), weight_fn is not None, save_gradients)
         refuse_unknown("partial_window", partial_window, PartialWindow)
+        check_weight_fn(weight_fn)
         self.schedule = requested(scheduling, effective_batch_size, interval)
         self.scheduling = dict(scheduling) if isinstance(scheduling, Mapping) else scheduling
         self.partial_window = partial_window
@@ -109,6 +110,7 @@ class AccumulationScheduler(KeptWindow):
         checks.refuse_sync_each_under_offload(trainer, self.sync_each_micro_batch)
         checks.refuse_second_scheduler(trainer)
         self._begin_books()
+        self.ledger.restart(trainer.global_step // max(len(trainer.optimizers), 1))  # stays, if no epoch is left
         if isinstance(pl_module, WindowOwner):
             pl_module._accumulation_begin(trainer, self)
         elif not pl_module.automatic_optimization:

@@ -211,6 +211,10 @@ def unshadow(owner: object, hook: str) -> None:
     owner.__dict__.pop(hook, None)
 
 
+def keep_gradients() -> None:
+    """What ``on_validation_model_zero_grad`` is shadowed by inside a window; unlike a lambda it can be pickled."""
+
+
 def shadow_once(owner: object, hook: str, replacement: Callable[..., Any]) -> None:
     """Put a function in front of a hook for Lightning's next call of it."""
 

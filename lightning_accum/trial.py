@@ -142,7 +142,7 @@ class Trial:
         result = self.loss_fn(self.model, apply_to_collection(batch, Tensor, self._own, allow_frozen=True))
         loss, weight = result if isinstance(result, tuple) else (result, None)
         if not weighs_nothing(weight):
-            check_loss(loss)
+            check_loss(loss, "loss_fn(model, batch)")
             loss.backward()
         flat = [
             torch.zeros(p.numel(), dtype=torch.float64)

@@ -130,6 +130,10 @@ class WhereDue(int):
         self._trainer, self._n = trainer, n
         return self
 
+    def __getnewargs__(self) -> tuple[Trainer, int]:  # type: ignore[override]  # copies by `__new__`, which takes these
+        """What a copy is made with."""
+        return self._trainer, self._n
+
     def __rmod__(self, epochs: int) -> int:
         """0 where a validation is due."""
         return self.effective_step % self._n if self.effective_step else 1

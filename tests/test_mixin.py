@@ -320,13 +320,36 @@ def test_accumulate_outside_training_step_is_refused() -> None:
         ManualToy().accumulate(torch.ones((), requires_grad=True))
 
 
+def test_a_loss_that_is_returned_and_never_accumulated_is_warned_of_once() -> None:
+    class Forgets(ManualToy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.w * batch.sum()
+
+    module = Forgets()
+    with pytest.warns(UserWarning, match=r"never called `self\.accumulate\(loss\)`.*return None") as caught:
+        make_trainer(accumulate_grad_batches=2).fit(module, ones(4))
+    assert len([w for w in caught if "never called" in str(w.message)]) == 1
+    assert (module.w.item(), module.skipped_steps) == (0.0, 2)
+
+
 # What a fit leaves, and the module as a module
+
+
+@pytest.mark.parametrize(
+    "flags", [{"accumulate_grad_batches": 2}, {"callbacks": [AccumulationScheduler(2)]}], ids=["flag", "callback"]
+)
+def test_a_fit_that_has_no_epoch_left_keeps_the_count(flags: dict[str, Any]) -> None:
+    module, trainer = ManualToy(), make_trainer(max_epochs=2, **flags)
+    for _ in range(2):
+        trainer.fit(module, ones(5))
+        assert (module.effective_step, trainer.global_step, module.w.item()) == (6, 6, -6.0)
 
 
 class CopiesItself(Steps):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:  # inside a window
             self.copied, self.pickled = copy.deepcopy(self), pickle.dumps(self._accumulation)
+            self.whole = pickle.dumps(self)
 
 
 def test_the_state_of_a_fit_copies_and_pickles_as_empty_and_goes_with_it() -> None:
@@ -334,6 +357,7 @@ def test_the_state_of_a_fit_copies_and_pickles_as_empty_and_goes_with_it() -> No
     make_trainer(accumulate_grad_batches=3).fit(module, ones(3))
     assert module.copied._accumulation is None
     assert pickle.loads(module.pickled) is None
+    assert pickle.loads(module.whole)._accumulation is None
     assert module._accumulation is None
     assert module.effective_step == 1
     assert not {"training_step", "configure_optimizers", "on_before_optimizer_step"} & module.__dict__.keys()

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from cases.test_docs_ux import DIFFERENT, SAME
 from lightning.pytorch.cli import LightningCLI
+
+import lightning_accum
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -46,6 +49,18 @@ def test_the_yaml_block_configures_a_fit(namespace: dict[str, Any], monkeypatch:
 def test_the_memory_table_is_the_one_that_was_measured() -> None:
     assert (Path(__file__).parent.parent / "examples" / "memory.md").read_text() in README
     assert (Path(__file__).parent.parent / "examples" / "memory.png").is_file()
+
+
+def test_every_public_name_is_told_of() -> None:
+    assert [name for name in lightning_accum.__all__ if f"`{name}" not in README and f" {name}(" not in README] == []
+
+
+def test_each_row_about_the_large_batch_has_a_test() -> None:
+    section = README.split("## Is accumulation the same as the large batch?\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+?) \| (yes|no)", section, flags=re.MULTILINE)
+    assert [row for row, answer in rows if answer == "no"] == list(DIFFERENT)
+    # the last three have tests of their own in `tests/cases`
+    assert [row for row, answer in rows if answer == "yes"] == [*SAME, "unequal micro-batches", "clipping", "16-mixed"]
 
 
 def test_the_two_commands_are_there() -> None:

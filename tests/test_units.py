@@ -14,6 +14,7 @@ from cases.doors import Rows
 from helpers import ManualToy, Toy, Unsized, make_trainer
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader
 
 from lightning_accum import (
@@ -292,3 +293,37 @@ def test_a_resumed_fit_closes_the_windows_that_are_left(fit: Fit, hook: str, tim
     left = len(whole.weights) - len(resumed.weights)
     weights = [*whole.weights[:left], *resumed.weights]
     assert [i for i, (before, w) in enumerate(pairwise([0.0, *weights])) if before != w] == whole.stepped_at
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"batches": 0}, ValueError),
+        ({"batches": 2.5}, TypeError),
+        ({"batches": float("inf")}, TypeError),
+        ({"epochs": True}, TypeError),
+        ({"ranks": None}, TypeError),
+        ({"micro_batch_size": "8"}, TypeError),
+        ({"max_steps": 2.5}, TypeError),
+        ({"max_steps": -5}, ValueError),
+    ],
+    ids=str,
+)
+def test_a_number_that_a_plan_cannot_be_made_of_is_refused(given: dict[str, Any], error: type[Exception]) -> None:
+    ((name, number),) = given.items()
+    with pytest.raises(error, match=rf"accumulation_plan\({name}={number!r}\)`: must be an int >= 1"):
+        accumulation_plan(4, **{"batches": 10, "epochs": 2, **given})
+
+
+@pytest.mark.parametrize("scheduler", [None, "4", GradientAccumulationScheduler({0: 2})], ids=["None", "str", "theirs"])
+def test_a_plan_of_something_else_than_a_scheduler_is_refused(scheduler: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"must be an AccumulationScheduler, or what one takes: an int or \{start: factor\}"
+    ):
+        accumulation_plan(scheduler, batches=10, epochs=2)
+
+
+@pytest.mark.parametrize("weight_fn", [3, "len"])
+def test_a_weight_fn_that_cannot_be_called_is_refused(weight_fn: Any) -> None:
+    with pytest.raises(TypeError, match=rf"weight_fn={weight_fn!r}\)`: must be a function from a batch"):
+        AccumulationScheduler(4, weight_fn=weight_fn)

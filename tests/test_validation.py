@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -449,6 +450,19 @@ class Fails(Toy):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 4:
             raise self.failure
+
+
+class Copies(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        trainer.due = [epochs % copy.deepcopy(trainer).check_val_every_n_epoch == 0 for epochs in (1, 2)]
+        trainer.right = [epochs % trainer.check_val_every_n_epoch == 0 for epochs in (1, 2)]
+        trainer.seen = [*getattr(trainer, "seen", []), trainer.due == trainer.right, any(trainer.right)]
+
+
+def test_a_trainer_can_be_copied_during_the_fit() -> None:
+    trainer = make_trainer(callbacks=[AccumulationScheduler(2), ValidateEveryNSteps(1), Copies()])
+    trainer.fit(Toy(), ones(2), ones(1))
+    assert trainer.seen == [True, False, True, True]  # due after the second micro-batch
 
 
 class SeesFlags(L.Callback):
