@@ -384,5 +384,6 @@ def test_it_changes_neither_weights_nor_counts(door: type[Toy]) -> None:
 
 def test_its_state_is_plain_numbers() -> None:
     monitor = AccumulationMonitor()
-    monitor.load_state_dict({"samples": 12})
-    assert monitor.state_dict() == {"samples": 12}
+    state = {"samples": 12, "place": [1, 3]}
+    monitor.load_state_dict(state)
+    assert monitor.state_dict() == state
