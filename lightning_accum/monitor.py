@@ -125,7 +125,7 @@ class AccumulationMonitor(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._samples, self._place = state_dict["samples"], state_dict["place"]
+        self._samples, self._place = state_dict["samples"], state_dict.get("place")
 
 
 def _show_plan(trainer: Trainer) -> None:
