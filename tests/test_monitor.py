@@ -383,5 +383,7 @@ def test_it_changes_neither_weights_nor_counts(door: type[Toy]) -> None:
 
 def test_its_state_is_plain_numbers() -> None:
     monitor = AccumulationMonitor()
-    monitor.load_state_dict({"samples": 12})
-    assert monitor.state_dict() == {"samples": 12}
+    monitor.load_state_dict({"samples": 12})  # of 0.1.0
+    assert monitor.state_dict() == {"samples": 12, "place": None}
+    monitor.load_state_dict({"samples": 12, "place": [1, 3]})
+    assert monitor.state_dict() == {"samples": 12, "place": [1, 3]}

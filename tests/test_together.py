@@ -25,6 +25,7 @@ from resume_helpers import Learner, Resumable, Saves, assert_goes_on, train
 from test_module_split import Fault
 from test_nonfinite import Plain
 from test_resume import COMBINATIONS, PAIRED, Fails, Pair, Unsized, batches, pytestmark, run  # noqa: F401
+from test_resume_ranks import RAGGED, ManualSaved, assert_close, fit_on_ranks, make_data
 from torch import Tensor, nn
 
 from lightning_accum import (
@@ -272,3 +273,26 @@ def test_rates_batches_and_validations_by_samples_go_on_after_a_resume(policy: s
     assert sizes >= {4, 6, 2}
     for done in (3, 7, 12, 15):
         assert_goes_on(whole, fit(ckpt_path=f"{done - 1}.ckpt", num_sanity_val_steps=0), done)
+
+
+class AutoOnRanks(ManualSaved):
+    """The second rank has memory for two items."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.accumulate_split(batch[:2], self.loss, micro_batch_size="auto")
+
+    def loss(self, piece: Any) -> Tensor:
+        if self.global_rank == 1 and len(piece[0]) > 2:
+            raise torch.cuda.OutOfMemoryError
+        return item_losses(self.net, piece[:2]).mean()
+
+
+def test_two_ranks_carry_a_split_window_over_an_epochs_end_and_a_resume() -> None:
+    def fit(*callbacks: L.Callback, **more: Any) -> Any:
+        ours = [AccumulationScheduler(4, partial_window="carry"), NonFiniteGuard("skip")]
+        return fit_on_ranks(AutoOnRanks(make_data(RAGGED)), callbacks=[*ours, *callbacks], max_epochs=2, **more)
+
+    whole = fit(Saves(only=5))
+    assert_close(whole, whole[0]["history"])
+    assert len(whole[0]["history"]) == 3
+    assert_close(fit(ckpt_path="5.ckpt"), whole[0]["history"][1:])
