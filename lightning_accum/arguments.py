@@ -61,13 +61,15 @@ def check_weight_fn(weight_fn: object) -> None:
         )
 
 
-def check_micro_batch_size(size: object) -> None:
-    """How many items a piece of a split batch may have."""
+def check_split(size: object, batch_dim: int) -> None:
+    """How many items a piece of a split batch may have, and along which dimension."""
     message = f'`accumulate_split(micro_batch_size={size!r})`: must be an int >= 1, or "auto".'
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise TypeError(message)
     if size != "auto" and (isinstance(size, str) or size < 1):
         raise ValueError(message)
+    if batch_dim < 0:
+        raise ValueError(f"`accumulate_split(batch_dim={batch_dim})`: must be >= 0, counted from the first dimension.")
 
 
 def check_no_gradients(optimizer: Optimizer) -> None:

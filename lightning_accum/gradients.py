@@ -117,7 +117,8 @@ class Float32Gradients:
 class WeightMask:
     """Keeps the gradient of a micro-batch of weight 0 out of the sum, where it is NaN: the mean over no items.
 
-    0 * NaN is NaN, so that the weight alone does not. Whether a tensor weight is 0 is never read back.
+    0 * NaN is NaN, so that the weight alone does not. Whether a tensor weight is 0 is never read back: each gradient of
+    such a micro-batch passes one more operation.
     """
 
     def __init__(self) -> None:
@@ -136,7 +137,7 @@ class WeightMask:
         self._counts = None
 
     def _mask(self, gradient: Tensor) -> Tensor | None:
-        if self._counts is None or gradient.is_sparse:
+        if self._counts is None or gradient.is_sparse or type(gradient) is not Tensor:  # a DTensor takes no mask
             return None
         if isinstance(self._counts, Tensor):
             return torch.where(self._counts.to(gradient.device), gradient, 0)

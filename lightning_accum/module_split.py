@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_accum import seams
-from lightning_accum.arguments import check_loss, check_micro_batch_size
+from lightning_accum.arguments import check_loss, check_split
 from lightning_accum.gradients import trainable
 from lightning_accum.module_fit import FitState
 from lightning_accum.out_of_memory import OutOfMemoryError, is_out_of_memory, remember
@@ -73,7 +73,7 @@ def contribute(
     module: LightningModule, state: FitState, optimizer_idx: int, batch: SplitBatch, micro_batch_size: int | str
 ) -> None:
     """Contribute the batch to an optimizer's window."""
-    check_micro_batch_size(micro_batch_size)
+    check_split(micro_batch_size, batch.dim)
     if isinstance(micro_batch_size, str):
         _contribute_what_fits(module, state, optimizer_idx, batch)
         return

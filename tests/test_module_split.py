@@ -469,6 +469,15 @@ def test_a_size_that_is_none_is_refused(size: Any, error: type[Exception]) -> No
         fit(Split(size), make_batches([2]))
 
 
+def test_a_batch_dimension_counted_from_the_last_is_refused() -> None:
+    class FromTheLast(Split):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.accumulate_split(batch, torch.sum, micro_batch_size=2, batch_dim=-1)
+
+    with pytest.raises(ValueError, match=r"batch_dim=-1\)`: must be >= 0"):
+        fit(FromTheLast(2), make_batches([2]))
+
+
 def test_it_is_refused_outside_training_step_and_for_an_optimizer_that_has_stepped() -> None:
     with pytest.raises(RuntimeError, match="`accumulate_split` was called outside `training_step`"):
         Split(2).accumulate_split(torch.ones(2), torch.sum, micro_batch_size=1)
