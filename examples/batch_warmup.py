@@ -64,22 +64,27 @@ def fit(sizes: dict[int, int], seed: int) -> list[tuple[int, float, float]]:
     return module.curve
 
 
-samples = [len(train) * (epoch + 1) for epoch in range(EPOCHS)]
-figure, (by_samples, by_steps) = plt.subplots(1, 2, sharey=True, figsize=(9, 3.5), layout="constrained")
-ends = []
-for color, (name, sizes) in zip(("tab:gray", "tab:blue"), SCHEDULES.items(), strict=True):
-    curves = [fit(sizes, seed) for seed in range(SEEDS)]
-    for seed, curve in enumerate(curves):
-        steps, losses, _ = zip(*curve, strict=True)
-        by_samples.plot(samples, losses, color=color, alpha=0.6, label=None if seed else name)
-        by_steps.plot(steps, losses, color=color, alpha=0.6)
-    steps, loss, accuracy = (sum(numbers) / SEEDS for numbers in zip(*(curve[-1] for curve in curves), strict=True))
-    ends.append((steps, accuracy))
-    print(f"{name}: {steps:.0f} effective steps, loss {loss:.3f}, accuracy {accuracy:.1%} (mean of {SEEDS} seeds)")
-by_samples.set(xlabel="samples seen", ylabel="loss on held-out digits", yscale="log")
-by_steps.set(xlabel="effective steps")
-by_samples.legend()
-figure.savefig("batch_warmup.png", dpi=120)
-(constant_steps, constant_accuracy), (growing_steps, growing_accuracy) = ends
-assert growing_steps < 0.6 * constant_steps
-assert growing_accuracy > constant_accuracy - 0.02
+def main() -> None:
+    samples = [len(train) * (epoch + 1) for epoch in range(EPOCHS)]
+    figure, (by_samples, by_steps) = plt.subplots(1, 2, sharey=True, figsize=(9, 3.5), layout="constrained")
+    ends = []
+    for color, (name, sizes) in zip(("tab:gray", "tab:blue"), SCHEDULES.items(), strict=True):
+        curves = [fit(sizes, seed) for seed in range(SEEDS)]
+        for seed, curve in enumerate(curves):
+            steps, losses, _ = zip(*curve, strict=True)
+            by_samples.plot(samples, losses, color=color, alpha=0.6, label=None if seed else name)
+            by_steps.plot(steps, losses, color=color, alpha=0.6)
+        steps, loss, accuracy = (sum(numbers) / SEEDS for numbers in zip(*(curve[-1] for curve in curves), strict=True))
+        ends.append((steps, accuracy))
+        print(f"{name}: {steps:.0f} effective steps, loss {loss:.3f}, accuracy {accuracy:.1%} (mean of {SEEDS} seeds)")
+    by_samples.set(xlabel="samples seen", ylabel="loss on held-out digits", yscale="log")
+    by_steps.set(xlabel="effective steps")
+    by_samples.legend()
+    figure.savefig("batch_warmup.png", dpi=120)
+    (constant_steps, constant_accuracy), (growing_steps, growing_accuracy) = ends
+    assert growing_steps < 0.6 * constant_steps
+    assert growing_accuracy > constant_accuracy - 0.02
+
+
+if __name__ == "__main__":
+    main()

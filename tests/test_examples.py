@@ -196,11 +196,13 @@ def test_digits_repeat_exactly_from_the_printed_configuration(
 # The checker, on the losses that the examples' own `training_step` computes
 
 
-def handing(module_class: type[Any], nth: int = 0) -> tuple[torch.nn.Module, Callable[[Any, Any], Any]]:
+def handing(
+    module_class: type[Any], nth: int = 0, **arguments: Any
+) -> tuple[torch.nn.Module, Callable[[Any, Any], Any]]:
     """A module that notes what it hands to `accumulate`; and that, of the nth call, as the loss to check."""
 
     class Handing(module_class):  # type: ignore[misc]
-        def accumulate(self, loss: torch.Tensor, *, weight: int, **options: Any) -> None:
+        def accumulate(self, loss: torch.Tensor, *, weight: Any, **options: Any) -> None:
             self.handed.append((loss, weight))
 
         def optimizers(self) -> Any:
@@ -212,7 +214,7 @@ def handing(module_class: type[Any], nth: int = 0) -> tuple[torch.nn.Module, Cal
         return module.handed[nth]
 
     torch.manual_seed(0)
-    return Handing(), loss_fn
+    return Handing(**arguments), loss_fn
 
 
 def test_the_digits_model_accumulates_exactly(digits: ModuleType) -> None:
@@ -236,3 +238,38 @@ def test_the_regression_accumulates_exactly() -> None:
     report = check_equivalence(example.Regression(), batch, lambda module, batch: module.training_step(batch, 0))
     assert report.equal, str(report)
     assert report.dtype == torch.float64
+
+
+def test_the_growing_batch_accumulates_exactly() -> None:
+    example = load_example("batch_warmup")
+    batch = list(example.train[:96])
+    report = check_equivalence(example.Digits(), batch, lambda module, batch: module.training_step(batch, 0))
+    assert report.equal, str(report)
+    assert report.dtype == torch.float64
+
+
+def test_the_split_images_accumulate_exactly() -> None:
+    batch = [torch.rand(12, 1, 8, 8), torch.arange(12) % 10]
+    report = check_equivalence(load_example("memory").Net(4), batch, lambda module, batch: module.loss(batch))
+    assert report.equal, str(report)
+    assert report.dtype == torch.float64
+
+
+@pytest.mark.parametrize(("dropout", "causes"), [(0.0, set()), (0.1, {"random draws"})])
+def test_the_transformers_classifier_accumulates_exactly_but_for_dropout(dropout: float, causes: set[str]) -> None:
+    pytest.importorskip("transformers")
+    example = load_example("hf_finetune")
+    module, loss_fn = handing(example.Classifier, dropout=dropout)
+    report = check_equivalence(module, list(example.passages()[0][:24]), loss_fn)
+    assert {cause.kind for cause in report.causes} == causes, str(report)
+    assert report.equal is (dropout == 0.0)
+
+
+@pytest.mark.parametrize(("weighted", "causes"), [(True, []), (False, ["weights"])])
+def test_the_language_model_accumulates_exactly_with_its_weights(weighted: bool, causes: list[str]) -> None:
+    pytest.importorskip("transformers")
+    example = load_example("hf_language_model")
+    module, loss_fn = handing(example.LanguageModel, weighted=weighted)
+    report = check_equivalence(module, example.collate(example.read_lines(16)), loss_fn)
+    assert [cause.kind for cause in report.causes] == causes, str(report)
+    assert report.equal is weighted
