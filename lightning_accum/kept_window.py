@@ -87,6 +87,7 @@ class KeptWindow(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
+        self.ledger.counters.load(state_dict)  # now, for a fit that has no epoch left
 
     def _restore(self, trainer: Trainer, module: LightningModule) -> None:
         """Go on where the checkpoint was made; without one, where Lightning's own counter stands."""

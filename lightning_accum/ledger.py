@@ -16,6 +16,10 @@ class Counters:
     effective_step: int = 0
     skipped_steps: int = 0
 
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's."""
+        self.effective_step, self.skipped_steps = state["effective_step"], state["skipped_steps"]
+
 
 class Ledger:
     """The books of one training; a new fit opens new ones."""
@@ -92,8 +96,7 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a checkpoint was made. The counters stay the same object, which the module reads too."""
-        self.counters.effective_step = state["effective_step"]
-        self.counters.skipped_steps = state["skipped_steps"]
+        self.counters.load(state)
         self._optimizers = {i: OptimizerWindow(*kept) for i, kept in state["optimizers"].items()}
         self.samples = tuple(state["samples"]) if "samples" in state else None
         self.window = None

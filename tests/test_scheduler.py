@@ -365,3 +365,13 @@ def test_the_mixin_steps_with_the_mean_of_a_window_that_the_loop_leaves_open() -
     assert module.w.item() == -4.0
     assert trainer.global_step == 4
     assert trainer.fit_loop.epoch_loop._batches_that_stepped == 4
+
+
+def test_a_fit_that_resumes_where_no_epoch_is_left_keeps_the_count() -> None:
+    trainer = make_trainer(callbacks=[AccumulationScheduler(4)])
+    trainer.fit(ManualToy(), ones(16))
+    trainer.save_checkpoint("end.ckpt")
+    module, trainer = ManualToy(), make_trainer(callbacks=[AccumulationScheduler(4)])
+    trainer.fit(module, ones(16), ckpt_path="end.ckpt")
+    assert module.updates == []
+    assert (module.effective_step, module.skipped_steps) == (4, 0)
