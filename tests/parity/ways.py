@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from itertools import islice
+from tempfile import gettempdir
 from typing import Any
 
 import lightning as L
@@ -73,7 +74,7 @@ def hf_arguments(**others: Any) -> Any:
     from transformers import TrainingArguments
 
     return TrainingArguments(
-        output_dir="unused",
+        output_dir=gettempdir(),  # where nothing is written
         use_cpu=True,
         save_strategy="no",
         logging_strategy="no",
