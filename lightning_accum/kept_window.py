@@ -93,12 +93,16 @@ class KeptWindow(Callback):
         """Go on where the checkpoint was made; without one, where Lightning's own counter stands."""
         state, self._restored = self._restored, None
         if state is None:  # the first fit, a second one, or a training that was begun without this package
-            self.ledger.restart(trainer.global_step // max(len(trainer.optimizers), 1))
+            self._restart(trainer)
         else:
             self.ledger.load_state_dict(state)
             self._restore_gradients(trainer, state)
         if module.automatic_optimization:
             self._automatic.start(trainer, module, self.ledger.optimizer(0))
+
+    def _restart(self, trainer: Trainer) -> None:
+        """Begin where Lightning's own counter stands, in which every optimizer's step counts."""
+        self.ledger.restart(trainer.global_step // max(len(trainer.optimizers), 1))
 
     def _restore_gradients(self, trainer: Trainer, state: dict[str, Any]) -> None:
         if "pending" in state and pending.fits(trainer, state["pending"]):

@@ -264,7 +264,8 @@ class AccumulationMixin(OptimizerStep):
         for optimizer_idx, window in enumerate(windows):
             if not window.has_closed:
                 self._step(state, optimizer_idx, in_step=in_step)
-        state.scheduler.ledger.close(skipped=not any(window.has_moved for window in windows))
+        ledger = state.scheduler.ledger
+        ledger.close(skipped=not ledger.has_moved)
         for window in windows:
             window.begin()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from lightning_accum import seams
 from lightning_accum.gradients import WindowGradients, any_gradient, parameters
@@ -69,10 +70,9 @@ def pack(trainer: Trainer, ledger: Ledger, gradients: WindowGradients) -> dict[s
     Sums are those over the ranks, gradients their mean, since one rank writes for all: plain numbers and tensors on the
     CPU, which do not change when training goes on.
     """
-    scaler = active_scaler(trainer)
     return {
         "ranks": trainer.world_size,
-        "scale": 1.0 if scaler is None else scaler.get_scale(),
+        "scale": _loss_scale(active_scaler(trainer)),
         "optimizers": {
             i: _pack(trainer, ledger.optimizer(i), optimizer, gradients)
             for i, optimizer in enumerate(trainer.optimizers)
@@ -131,7 +131,7 @@ def unpack(trainer: Trainer, ledger: Ledger, gradients: WindowGradients, packed:
     ranks, scaler = trainer.world_size, active_scaler(trainer)
     if scaler is not None:  # Fact: it makes its scale when it first scales a loss, and none may be left in the window
         scaler.scale(torch.zeros((), device=trainer.strategy.root_device))
-    scale = (1.0 if scaler is None else scaler.get_scale()) / packed["scale"]
+    scale = _loss_scale(scaler) / packed["scale"]
     for i, kept in packed["optimizers"].items():
         window = ledger.optimizer(i)
         window.length = kept["length"]
@@ -141,6 +141,10 @@ def unpack(trainer: Trainer, ledger: Ledger, gradients: WindowGradients, packed:
         factor = scale * packed["ranks"] / ranks
         gradients.hold(trainer.optimizers[i], [g if g is None else g * factor for g in kept["gradients"]])
         window.has_gradients = any_gradient(trainer.optimizers[i])
+
+
+def _loss_scale(scaler: GradScaler | None) -> float:
+    return 1.0 if scaler is None else scaler.get_scale()
 
 
 def _share(total: Weight, trainer: Trainer) -> Weight:

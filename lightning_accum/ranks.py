@@ -209,9 +209,7 @@ class Ranks:
         """The least of the ranks' numbers, by one all-reduce."""
         if self.size == 1:
             return number
-        mine = torch.tensor(number, dtype=torch.float64, device=self._trainer.strategy.root_device)
-        least: Tensor = self._trainer.strategy.reduce(mine, reduce_op="min")
-        return float(least)
+        return -float(largest(self._trainer, [-number])[0])
 
     # A window that closes
 

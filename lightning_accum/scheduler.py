@@ -110,7 +110,7 @@ class AccumulationScheduler(KeptWindow):
         checks.refuse_sync_each_under_offload(trainer, self.sync_each_micro_batch)
         checks.refuse_second_scheduler(trainer)
         self._begin_books()
-        self.ledger.restart(trainer.global_step // max(len(trainer.optimizers), 1))  # stays, if no epoch is left
+        self._restart(trainer)  # stays, if no epoch is left
         if isinstance(pl_module, WindowOwner):
             pl_module._accumulation_begin(trainer, self)
         elif not pl_module.automatic_optimization:
