@@ -1,15 +1,15 @@
 """Gradient accumulation for PyTorch Lightning that gives the same update as the one big batch."""
 
+from lightning_accum.callbacks.lr_scaling import LearningRateScaler
+from lightning_accum.callbacks.monitor import AccumulationMonitor
+from lightning_accum.callbacks.nonfinite import NonFiniteGuard
+from lightning_accum.callbacks.validation import ValidateEveryNSteps
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.equivalence import EquivalenceReport, check_equivalence
-from lightning_accum.forecast import AccumulationPlan, accumulation_plan
-from lightning_accum.lr_scaling import LearningRateScaler
+from lightning_accum.equivalence.report import EquivalenceReport, check_equivalence
 from lightning_accum.mixin import AccumulationMixin
-from lightning_accum.monitor import AccumulationMonitor
-from lightning_accum.nonfinite import NonFiniteGuard
-from lightning_accum.plan import estimated_stepping_batches
+from lightning_accum.schedule.plan import AccumulationPlan, accumulation_plan
+from lightning_accum.schedule.resolve import estimated_stepping_batches
 from lightning_accum.scheduler import AccumulationScheduler
-from lightning_accum.validation import ValidateEveryNSteps
 
 __version__ = "0.1.0"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lightning_accum import seams
+from lightning_accum.seams import loop as seams
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

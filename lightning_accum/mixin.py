@@ -19,15 +19,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum import effective_step, module_split, seams
-from lightning_accum.arguments import as_weight, check_loss, check_no_gradients, check_not_zeroed, optimizer_position
+from lightning_accum import effective_step
+from lightning_accum.checks.arguments import (
+    as_weight,
+    check_loss,
+    check_no_gradients,
+    check_not_zeroed,
+    optimizer_position,
+)
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients import any_gradient, parameters, trainable
-from lightning_accum.module_fit import FitState
-from lightning_accum.module_split import SplitBatch
-from lightning_accum.optimizer_step import OptimizerStep
-from lightning_accum.precision import real_divisor, without_autocast
-from lightning_accum.weighting import OptimizerWindow, weighs_nothing
+from lightning_accum.gradients.buffers import any_gradient, parameters, trainable
+from lightning_accum.gradients.precision import real_divisor, without_autocast
+from lightning_accum.seams import loop as seams
+from lightning_accum.split import module_split
+from lightning_accum.split.module_split import SplitBatch
+from lightning_accum.step.module_fit import FitState
+from lightning_accum.step.optimizer_step import OptimizerStep
+from lightning_accum.window.weighting import OptimizerWindow, weighs_nothing
 
 
 class AccumulationMixin(OptimizerStep):

@@ -12,15 +12,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum import advice, checks, effective_step, plan, seams
-from lightning_accum.arguments import as_weight, check_weight_fn
-from lightning_accum.gradients import WindowGradients
-from lightning_accum.kept_window import KeptWindow
-from lightning_accum.openings import Openings
-from lightning_accum.owner import WindowOwner
-from lightning_accum.ranks import sync_first_backward
-from lightning_accum.schedule import Interval, PartialWindow, refuse_unknown, requested
-from lightning_accum.weighting import Weight
+from lightning_accum import effective_step
+from lightning_accum.checks import advice
+from lightning_accum.checks import refusals as checks
+from lightning_accum.checks.arguments import as_weight, check_weight_fn
+from lightning_accum.gradients.buffers import WindowGradients
+from lightning_accum.gradients.distributed import sync_first_backward
+from lightning_accum.schedule import resolve as plan
+from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown, requested
+from lightning_accum.seams import loop as seams
+from lightning_accum.step.owner import WindowOwner
+from lightning_accum.window.kept_window import KeptWindow
+from lightning_accum.window.placement import Openings
+from lightning_accum.window.weighting import Weight
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # `helpers`, from every folder of tests
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(TESTS / "support"), str(TESTS)]  # `helpers` and `cases`, from every folder of tests
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of programs that tests start: threads cost more than such small networks

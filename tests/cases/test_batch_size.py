@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases.doors import SCHEDULED, through
+from doors import SCHEDULED, through
 from helpers import Toy, make_trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from lightning_accum import AccumulationScheduler, accumulation_plan
-from lightning_accum.schedule import factor_for
+from lightning_accum.schedule.factors import factor_for
 
 
 def items(samples: int, size: int) -> DataLoader[Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-from cases.doors import MIXIN, through
 from cli_helpers import SHORT_NAME, run_cli, scheduler_yaml, write_yaml
+from doors import MIXIN, through
 from helpers import Factors, ManualToy, Toy, make_trainer, ones
 
 from lightning_accum import AccumulationScheduler

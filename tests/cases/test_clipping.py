@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from cases.doors import CALLBACK, DOORS, FLAG, MIXIN, SCHEDULED, Net, fit, flat_gradient
+from doors import CALLBACK, DOORS, FLAG, MIXIN, SCHEDULED, Net, fit, flat_gradient
 from helpers import Toy, as_given, big_batch_weights, make_batches, make_net
 
 from lightning_accum import EffectiveStep

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases.doors import DOORS, SCHEDULED, Net, fit, flat_gradient, split
 from cases.test_docs_ux import contrastive, difference, layers
+from doors import DOORS, SCHEDULED, Net, fit, flat_gradient, split
 from helpers import Batch, as_given, make_batches, make_net, make_trainer
 from torch import Tensor, nn
 

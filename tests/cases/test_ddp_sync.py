@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases.doors import CALLBACK, MIXIN, SCHEDULED
+from doors import CALLBACK, MIXIN, SCHEDULED
 from helpers import flat, make_batches, make_net, ones
-from test_ranks import Data, ManualRanked, Ranked, Rows, assert_equal_to, fit_on_ranks, make_data, oracle
+from ranks.test_ranks import Data, ManualRanked, Ranked, Rows, assert_equal_to, fit_on_ranks, make_data, oracle
 from torch import Tensor, nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from cases.doors import CALLBACK, DOORS, FLAG, MIXIN, SCHEDULED, Net, fit, flat_gradient, said, split
+from doors import CALLBACK, DOORS, FLAG, MIXIN, SCHEDULED, Net, fit, flat_gradient, said, split
 from helpers import Factors, ManualToy, Toy, as_given, item_losses, make_batches, make_net, make_trainer, ones
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_accum import AccumulationMonitor, AccumulationScheduler, EffectiveStep, monitor
+from lightning_accum import AccumulationMonitor, AccumulationScheduler, EffectiveStep
+from lightning_accum.callbacks import monitor
 
 # B24: manual optimization with a configured factor and clip
 

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from cases.doors import CALLBACK, DOORS, FLAG, MIXIN, SCHEDULED, Rows, fit, through
+from doors import CALLBACK, DOORS, FLAG, MIXIN, SCHEDULED, Rows, fit, through
 from helpers import Toy, as_given, make_trainer, ones
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from torch import Tensor

@@ -7,22 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from cases.doors import DOORS, FLAG, MIXIN, SCHEDULED, Rows, fit
+from doors import DOORS, FLAG, MIXIN, SCHEDULED, Rows, fit
 from helpers import Toy, ones
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import lr_scheduler
 
-from lightning_accum import (
-    AccumulationMonitor,
-    AccumulationScheduler,
-    accumulation_plan,
-    estimated_stepping_batches,
-)
-from lightning_accum.loader import Epoch
-from lightning_accum.schedule import Schedule
-from lightning_accum.simulation import simulate
+from lightning_accum import AccumulationMonitor, AccumulationScheduler, accumulation_plan, estimated_stepping_batches
+from lightning_accum.schedule.epoch import Epoch
+from lightning_accum.schedule.factors import Schedule
+from lightning_accum.schedule.simulation import simulate
 
 
 class Estimating(Toy):

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases.doors import CALLBACK, DOORS, SCHEDULED, Net, fit
+from doors import CALLBACK, DOORS, SCHEDULED, Net, fit
 from helpers import Toy, as_given, make_batches, ones
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_accum.gradients import WindowGradients
+from lightning_accum.gradients.buffers import WindowGradients
 
 
 class Token:

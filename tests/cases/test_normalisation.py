@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from cases.doors import CALLBACK, DOORS, MIXIN, SCHEDULED, Net, Rows, fit, flat_gradient, split
+from doors import CALLBACK, DOORS, MIXIN, SCHEDULED, Net, Rows, fit, flat_gradient, split
 from helpers import Toy, as_given, big_batch_weights, item_losses, make_batches, make_net, make_trainer, ones
 from torch import Tensor, nn
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases.doors import flat_gradient
 from cases.test_memory import Hang, Token
+from doors import flat_gradient
+from fits.test_split import Fault
 from helpers import Batch, as_given, item_losses, make_batches, make_net, make_trainer
 from lightning import LightningModule
-from test_module_split import Fault
-from test_ranks import Data, ManualRanked, assert_equal_to, fit_on_ranks, make_data, oracle
+from ranks.test_ranks import Data, ManualRanked, assert_equal_to, fit_on_ranks, make_data, oracle
 from torch import Tensor, nn
 from torch.multiprocessing import ProcessRaisedException
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.doors import DOORS, MIXIN, SCHEDULED, fit
+from doors import DOORS, MIXIN, SCHEDULED, fit
 from helpers import Toy, as_given, ones
 from torch import Tensor
 

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from cases.doors import DOORS, FLAG, SCHEDULED, Rows, fit, through
+from doors import DOORS, FLAG, SCHEDULED, Rows, fit, through
 from helpers import Factors, Toy, as_given, make_trainer, ones
 from lightning.pytorch.callbacks import ModelCheckpoint
 from resume_helpers import PLAIN_LOADER, Resumable, Saves

@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from cases.doors import Rows
+from doors import Rows
 from helpers import as_given, make_trainer, ones
 from torch import Tensor, nn
 from torch.optim import lr_scheduler

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.doors import CALLBACK, MIXIN, SCHEDULED
+from doors import CALLBACK, MIXIN, SCHEDULED
 from helpers import Engine, ManualToy, Toy, make_trainer, ones
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -18,11 +18,11 @@ from lightning.pytorch.strategies import (
     StrategyRegistry,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from test_ranks import ManualRanked, Ranked, assert_equal_to, fit_on_ranks, make_data, oracle
+from ranks.test_ranks import ManualRanked, Ranked, assert_equal_to, fit_on_ranks, make_data, oracle
 from torch import Tensor, distributed, nn
 
 from lightning_accum import AccumulationScheduler
-from lightning_accum.weighting import OptimizerWindow
+from lightning_accum.window.weighting import OptimizerWindow
 
 BOTH = pytest.mark.parametrize("door", SCHEDULED)
 TOYS = {CALLBACK: Toy, MIXIN: ManualToy}
@@ -157,7 +157,7 @@ class ManualUnwrapped(ManualRanked, Unwrapped):
 def test_b60_b89_a_strategy_that_syncs_every_backward_makes_the_same_update(
     door: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("test_ranks.DDPStrategy", EachBackward)
+    monkeypatch.setattr("ranks.test_ranks.DDPStrategy", EachBackward)
     data = make_data([[1, 5, 2, 4, 3, 1], [7, 1, 1, 2, 6, 9]])
     scheduler = AccumulationScheduler(4, weight_fn=lambda batch: batch[2])
     ranks = fit_on_ranks({CALLBACK: Unwrapped, MIXIN: ManualUnwrapped}[door](data), callbacks=[scheduler])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases.doors import DOORS, MIXIN, SCHEDULED, Net, fit
+from doors import DOORS, MIXIN, SCHEDULED, Net, fit
 from helpers import Toy, as_given, item_losses, make_batches, ones
 from torch import Tensor
 

@@ -31,8 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "benchmarks")]
+sys.path[:0] = [str(TESTS), str(TESTS / "support"), str(TESTS / "benchmarks")]
 
+from fits.test_syncs import Reads  # noqa: E402
 from helpers import flat  # noqa: E402  found by the lines above
 from overhead import order  # noqa: E402
 from parity.tasks import CASES, Task, small_body_in_float32, task_of, transformer  # noqa: E402
@@ -46,7 +47,6 @@ from parity.ways import (  # noqa: E402
     missing,
     weights_after_every_update,
 )
-from test_syncs import Reads  # noqa: E402
 
 COSTED = [*(way for way in WAYS if way != HF_KEYWORDS), BIG_BATCH]  # that one costs what its neighbour does
 

@@ -1,0 +1,1 @@
+"""Small callbacks, one idea each."""

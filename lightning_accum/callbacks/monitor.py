@@ -1,0 +1,157 @@
+"""AccumulationMonitor: what accumulation does, as a table, in the loggers and in the progress bar."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_accum.effective_step import EffectiveStep
+from lightning_accum.schedule import resolve as plans
+from lightning_accum.schedule.epoch import samples
+from lightning_accum.schedule.plan import AccumulationPlan
+from lightning_accum.seams import loop as seams
+from lightning_accum.seams.window_length import current_window
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+_TITLE = "Accumulation plan"
+
+
+class AccumulationMonitor(Callback):
+    """Shows the accumulation plan at fit start, and logs each effective step's figures.
+
+    Once per effective step, where ``Trainer(log_every_n_steps=...)`` says that one is due, it writes to the Trainer's
+    loggers, at the same x as ``self.log``:
+
+    - ``accumulation/factor``: the scheduled accumulation factor;
+    - ``accumulation/effective_batch_size``: samples really in this window, on all ranks (an epoch's last window may
+      hold fewer); left out, as ``accumulation/samples``, where the loader does not tell its batch size;
+    - ``accumulation/effective_step``: windows closed so far, this one included;
+    - ``accumulation/samples``: samples seen so far, on all ranks;
+    - ``accumulation/lr``: the learning rate of this step, of the first optimizer's first parameter group; left to a
+      `LearningRateScaler`, if there is one.
+
+    Args:
+        prog_bar: whether the progress bar shows ``effective_step`` (windows closed so far), ``micro_batch`` and
+            ``window_length`` (micro-batch i of N).
+
+    Raises:
+        MisconfigurationException: at fit start, if there is neither an AccumulationScheduler nor an AccumulationMixin.
+
+    Example:
+        >>> import lightning as L
+        >>> callbacks = [AccumulationMonitor(prog_bar=True)]
+        >>> trainer = L.Trainer(callbacks=callbacks, logger=False, enable_checkpointing=False)
+    """
+
+    def __init__(self, prog_bar: bool = False) -> None:
+        self.prog_bar = prog_bar
+        self._samples = 0
+        self._place: list[int] | None = None
+        self._last_index = -1
+        self._lr: Any = None
+        self._logs_lr = True
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        plans.require_scheduler(trainer, pl_module, self)
+        if trainer.global_step == 0:
+            self._samples, self._place = 0, None
+        others = seams.callbacks(trainer)
+        self._logs_lr = not any(getattr(callback, "logs_learning_rate", False) for callback in others)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last_index = -1
+        _show_plan(trainer)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # Not when a window is told of: a checkpoint may be made before that, and a window of weight 0 is not told of.
+        place = [trainer.current_epoch, batch_idx]
+        if place != self._place:  # a fit that resumes after an error may repeat one
+            self._samples += samples(trainer, batch_idx, batch_idx + 1) or 0
+            self._place = place
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        # Read before the step: in automatic optimization the LR schedulers have advanced when the step is told.
+        if optimizer is trainer.optimizers[0]:
+            self._lr = optimizer.param_groups[0]["lr"]
+
+    def on_effective_step_end(self, trainer: Trainer, pl_module: LightningModule, step: EffectiveStep) -> None:
+        """Log the window once, however many optimizers report it."""
+        if step.index == self._last_index:
+            return
+        self._last_index = step.index
+        window = current_window(trainer)
+        in_window = samples(trainer, window.opened_at, seams.ready_batches(trainer))
+        metrics: dict[str, Any] = {
+            "accumulation/factor": window.factor,
+            "accumulation/effective_step": step.index + 1,
+        }
+        if in_window is not None:
+            metrics["accumulation/effective_batch_size"] = in_window
+            metrics["accumulation/samples"] = self._samples
+        if self._lr is not None and self._logs_lr:
+            metrics["accumulation/lr"] = self._lr
+        seams.log_metrics(trainer, metrics)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self.prog_bar:
+            return
+        window = current_window(trainer)
+        shown = {
+            "effective_step": window.index + seams.closes_window(trainer),
+            "micro_batch": batch_idx + 1 - window.opened_at,
+            "window_length": int(window),
+        }
+        pl_module.log_dict({name: float(value) for name, value in shown.items()}, prog_bar=True, logger=False)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": self._samples, "place": self._place}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._samples, self._place = state_dict["samples"], state_dict.get("place")
+
+
+def _show_plan(trainer: Trainer) -> None:
+    """The plan as a table: drawn with Rich where Lightning draws its own so, else as text in the log."""
+    plan = plans.plan_of(trainer, len(trainer.optimizers))
+    if plan is None:
+        schedule = plans.schedule_of(trainer)
+        rank_zero_info(f"{_TITLE}: factor {schedule}; the number of windows is not known beforehand.")
+    elif has_rich():
+        _draw(plan)
+    else:
+        rank_zero_info(f"{_TITLE} (epochs from 0):\n{plan}")
+
+
+def has_rich() -> bool:
+    """Whether Rich is installed, with which Lightning then draws its own tables."""
+    return find_spec("rich") is not None
+
+
+@rank_zero_only
+def _draw(plan: AccumulationPlan) -> None:
+    from rich import get_console
+    from rich.table import Table
+
+    head, *rows = plan.cells()
+    table = Table(*head, title=f"{_TITLE} (epochs from 0)")
+    for row in rows:
+        table.add_row(*row)
+    get_console().print(table)

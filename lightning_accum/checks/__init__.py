@@ -1,0 +1,1 @@
+"""What is refused or warned about, and checks of arguments."""

@@ -1,0 +1,1 @@
+"""Whether the accumulated gradient equals that of the whole batch, and why not."""

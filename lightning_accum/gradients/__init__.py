@@ -1,0 +1,1 @@
+"""What is done to ``.grad``, the GradScaler and the process group."""

@@ -1,0 +1,1 @@
+"""Which accumulation factor applies when, and the windows that follow from it."""

@@ -1,0 +1,1 @@
+"""Where this package leans on Lightning's inner workings."""

@@ -1,0 +1,266 @@
+"""Where this package leans on the inner workings of Lightning's loops: one small function each, with its fact.
+
+What it knows of DDP and FSDP stands in `ranks`, of the GradScaler in `precision`, each named as a fact there.
+``tests/test_seams.py`` has a test for each that fails when Lightning changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor
+
+from lightning_accum.seams.window_length import WindowLength
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+
+def callbacks(trainer: Trainer) -> list[Callback]:
+    """The Trainer's callbacks. Fact: an attribute that Lightning sets from elsewhere, unknown to type checkers."""
+    return trainer.callbacks  # type: ignore[attr-defined,no-any-return]
+
+
+def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
+    """Exchange the list. Fact: Lightning may be iterating over the old one, which must not change."""
+    trainer.callbacks = callbacks  # type: ignore[attr-defined]
+
+
+def closes_window(trainer: Trainer) -> bool:
+    """Whether the present micro-batch is its window's last one.
+
+    Fact: the loop steps iff ``ready % trainer.accumulate_grad_batches == 0`` or the batch is the epoch's last one, and
+    counts a micro-batch as ready before ``on_train_batch_start``. The second half is not for windows that are not to
+    end there.
+    """
+    window = trainer.accumulate_grad_batches
+    if isinstance(window, WindowLength) and not window.ends_with_epoch:
+        return trainer.fit_loop.epoch_loop._accumulated_batches_reached()
+    return not trainer.fit_loop._should_accumulate()
+
+
+def skips_backward(trainer: Trainer) -> bool:
+    """Whether the micro-batches are for statistics only, and move no weights.
+
+    Fact: StochasticWeightAveraging says so for its pass that gathers BatchNorm statistics. Automatic optimization then
+    makes no backward, but does step at the pass's last micro-batch, with the gradient that the step before has left.
+    """
+    return trainer.fit_loop._skip_backward
+
+
+def ready_batches(trainer: Trainer) -> int:
+    """Micro-batches of this epoch that the loop has begun, the present one included."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def batch_is_processed(trainer: Trainer) -> bool:
+    """Whether the present micro-batch's training step is through. Fact: counted just before ``on_train_batch_end``."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(progress.processed == progress.ready)
+
+
+def enter_batch_as_done(checkpoint: dict[str, Any]) -> None:
+    """Let a resumed fit go on behind the present micro-batch, as from a checkpoint made in ``on_train_batch_end``.
+
+    Fact: it does so if all begun micro-batches are entered as started and processed; otherwise it runs the present one
+    again, while a resumable loader goes on behind it. One that the loader gave as None is never entered as started.
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for count in (progress["total"], progress["current"]):
+        count["started"] = count["processed"] = count["ready"]
+
+
+def resumes_inside_epoch(trainer: Trainer) -> bool:
+    """Whether the fit goes on from a checkpoint made in the middle of an epoch; to be asked in ``on_train_start``."""
+    return trainer.fit_loop.epoch_loop.restarting and ready_batches(trainer) > 0 and not epoch_is_complete(trainer)
+
+
+def loader_is_resumable(trainer: Trainer) -> bool:
+    """Whether the training loader goes on where it was. Fact: Lightning saves and loads it by these two methods."""
+    loaders = trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]
+    return all(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in loaders)
+
+
+def passed_batches(trainer: Trainer) -> int:
+    """Micro-batches of this epoch that are behind us; those of the last one, where the next epoch begins.
+
+    Fact: one that ``on_train_batch_start`` has left the epoch at was neither started nor completed; one that the loader
+    gave None for is completed only; one at whose ``on_train_batch_end`` a checkpoint was made is started only. The loop
+    sets the counts back after ``on_train_epoch_start``.
+    """
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return int(max(progress.started, progress.completed))
+
+
+def all_batches(trainer: Trainer) -> int:
+    """Micro-batches that the loop has begun in the whole training, on one rank."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
+def skips_epoch_start(trainer: Trainer) -> bool:
+    """Whether the next micro-batch is the first one of an epoch that no hook tells of; asked in ``on_train_start``.
+
+    Fact: from a checkpoint made in ``on_train_batch_end`` of an epoch's last micro-batch Lightning goes on with the
+    next epoch, and calls neither ``on_train_epoch_end`` nor ``on_train_epoch_start``. Where the loader has no length,
+    it counts the next epoch's micro-batches as more of that one, and no place moves.
+    """
+    loop = trainer.fit_loop
+    left_in_batch_end = loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_train_batch_end
+    return left_in_batch_end and ready_batches(trainer) >= trainer.num_training_batches
+
+
+def set_up_data(trainer: Trainer) -> None:
+    """Let ``trainer.train_dataloader`` be there before training, as `Trainer.estimated_stepping_batches` does."""
+    if trainer.train_dataloader is None:
+        trainer.fit_loop.setup_data()
+
+
+def forget_data(trainer: Trainer) -> None:
+    """Let a resumed fit set its loader up again, if somebody has done so already in ``configure_optimizers``.
+
+    Fact: Lightning brings a loader's state back where it sets the loader up, and by then has read no checkpoint.
+    """
+    if trainer.ckpt_path is not None:
+        trainer.fit_loop._combined_loader = None
+
+
+def epoch_is_complete(trainer: Trainer) -> bool:
+    """Whether the epoch's last micro-batch was reached; Lightning's condition for LR schedulers of interval epoch."""
+    return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+
+def logger_step(trainer: Trainer) -> int:
+    """The loggers' x-axis. Fact: the loop adds 1 after each micro-batch at which it "does not accumulate"."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def advance_logger_step(trainer: Trainer) -> None:
+    """Count a window that was closed outside a micro-batch, which the loop cannot know of."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped += 1
+
+
+def set_logger_step(trainer: Trainer, steps: int) -> None:
+    """Say how many windows were closed, where the loop has counted one that an epoch's end has not closed."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = steps
+
+
+def logs_now(trainer: Trainer) -> bool:
+    """Whether a step metric is due, by ``log_every_n_steps``."""
+    return trainer._logger_connector.should_update_logs
+
+
+def log_metrics(trainer: Trainer, metrics: dict[str, Any]) -> None:
+    """Write to all loggers, at the same x as ``self.log``, if a step metric is due; tensors are read only then."""
+    if logs_now(trainer):
+        scalars = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=logger_step(trainer))
+
+
+def remember_rng() -> Callable[[], None]:
+    """Keep the random states of torch, its CUDA devices, numpy and Python; what is returned puts them back.
+
+    Fact: `isolate_rng`, Lightning's public way, puts them back in any case.
+    """
+    states = _collect_rng_states()
+    return lambda: _set_rng_states(states)
+
+
+@contextmanager
+def counted(trainer: Trainer, optimizer: LightningOptimizer) -> Iterator[None]:
+    """Let ``trainer.global_step`` count a step made outside ``training_step``.
+
+    Fact: in manual optimization the wrapper's two callables count, and they are in place only around ``training_step``.
+    """
+    manual = trainer.fit_loop.epoch_loop.manual_optimization
+    before, after = optimizer._on_before_step, optimizer._on_after_step
+    optimizer._on_before_step, optimizer._on_after_step = manual._on_before_step, manual._on_after_step
+    try:
+        yield
+    finally:
+        optimizer._on_before_step, optimizer._on_after_step = before, after
+
+
+@contextmanager
+def shadowed(module: LightningModule, hook: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Put a function in front of a module's hook for a while.
+
+    Fact: Lightning looks hooks up on the instance, so that an instance attribute comes before the class's method. The
+    user's own override, which may not call ``super()``, stays what it is.
+    """
+    shadow(module, hook, replacement)
+    try:
+        yield
+    finally:
+        unshadow(module, hook)
+
+
+def shadow(owner: object, hook: str, replacement: Callable[..., Any]) -> None:
+    """Put a function in front of a hook of a module or a strategy, until `unshadow`."""
+    owner.__dict__[hook] = replacement
+
+
+def unshadow(owner: object, hook: str) -> None:
+    """Take away what stands in front of a hook, if anything does."""
+    owner.__dict__.pop(hook, None)
+
+
+def keep_gradients() -> None:
+    """What ``on_validation_model_zero_grad`` is shadowed by inside a window; unlike a lambda it can be pickled."""
+
+
+def shadow_once(owner: object, hook: str, replacement: Callable[..., Any]) -> None:
+    """Put a function in front of a hook for Lightning's next call of it."""
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        unshadow(owner, hook)
+        return replacement(*args, **kwargs)
+
+    shadow(owner, hook, once)
+
+
+def is_logged(trainer: Trainer, name: str) -> bool:
+    """Whether the running loop has logged this. Fact: ``trainer.callback_metrics`` keeps what other loops have too."""
+    return name in trainer._logger_connector.metrics["callback"]
+
+
+def validates_now(trainer: Trainer) -> bool:
+    """Whether a validation follows the present micro-batch. Fact: the loop asks this after ``on_train_batch_end``."""
+    loop = trainer.fit_loop
+    return loop._data_fetcher is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+
+
+def validation_interval(trainer: Trainer) -> Any:
+    """The Trainer's own ``val_check_interval``. Fact: Lightning 2.6 takes times too, and keeps their seconds apart."""
+    seconds = getattr(trainer, "_val_check_time_interval", None)
+    return trainer.val_check_interval if seconds is None else timedelta(seconds=seconds)
+
+
+def check_after_validation(callback: Callback) -> None:
+    """Let an EarlyStopping that was set up already check after each validation, as one that is set up later will.
+
+    Fact: in its ``setup`` it decides for the epoch's end if the Trainer's validation flags are the defaults.
+    """
+    if isinstance(callback, EarlyStopping):
+        callback._check_on_train_epoch_end = False
+
+
+def load_inside_validation(checkpoint: dict[str, Any]) -> None:
+    """Change a checkpoint made where a validation was due, but not over, into one made at that validation's begin.
+
+    Fact: four counters per loop tell the place at which a checkpoint was made. A resumed fit validates again if they
+    are those inside a ``validation_step``; from ``on_train_batch_end`` and the validation's other hooks it goes on
+    with the next micro-batch.
+    """
+    progress = checkpoint["loops"]["fit_loop"]
+    for count in ("total", "current"):
+        trained = progress["epoch_loop.batch_progress"][count]
+        trained["completed"] = trained["processed"]
+        validated = progress["epoch_loop.val_loop.batch_progress"]
+        validated[count] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}

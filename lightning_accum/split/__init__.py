@@ -1,0 +1,1 @@
+"""One loader batch in several micro-batches."""

@@ -1,0 +1,1 @@
+"""The accumulation step, in both kinds of optimization."""

@@ -1,0 +1,68 @@
+"""The benchmark programs run; what they measure is not asserted."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent
+
+ROWS = [
+    "Lightning automatic",
+    "automatic + AccumulationScheduler",
+    "hand-written manual",
+    "AccumulationMixin",
+    "AccumulationMixin, weight=len(batch)",
+    "AccumulationMixin + AccumulationMonitor",
+    "AccumulationMixin, accumulate_split",
+    "torch loop",
+]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, program: str, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    runpy.run_path(str(BENCHMARKS / program), run_name="__main__")
+
+
+def cells_of(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_the_overhead_program_prints_a_row_for_each_way_to_train(
+    rounds: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "overhead.py", "--rounds", str(rounds), "--micro-batches", "6", "--factor", "2")
+    heading, table = capsys.readouterr().out.split("\n\n")
+    assert heading.startswith(f"{rounds} interleaved rounds of 6 micro-batches, factor 2")
+    cells = cells_of(table)
+    assert [row[0] for row in cells[2:]] == ROWS
+    assert cells[2][2:] == ["1.000", "1.000, 1.000", "1.000, 1.000"]
+    for row in cells[2:]:
+        numbers = [float(number) for number in re.findall(r"\d+\.\d+", " ".join(row[1:]))]
+        assert len(numbers) == 6
+        assert min(numbers) > 0
+
+
+def test_the_overhead_program_refuses_a_window_that_would_be_cut_short(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, "overhead.py", "--micro-batches", "7", "--factor", "2")
+    assert "multiple of the factor" in capsys.readouterr().err
+
+
+def test_the_communication_program_counts_one_sync_per_window_and_one_per_micro_batch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "communication.py", "--rounds", "1", "--windows", "4", "--factor", "3", "--width", "4")
+    cells = cells_of(capsys.readouterr().out.split("\n\n")[-1])
+    assert [row[:3] for row in cells[2:]] == [
+        ["Lightning automatic", "1", "0"],
+        ["AccumulationMixin", "1", "1"],
+        ["AccumulationMixin, sync_each_micro_batch=True", "3", "1"],
+    ]

@@ -1,0 +1,239 @@
+"""Whatever happens to micro-batches, and wherever a fit is stopped, validated or resumed: plain torch's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from doors import CALLBACK, SCHEDULED
+from helpers import NIGHTLY, big_batch_weights, flat, item_losses, make_batches, make_net, make_trainer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from resume_helpers import Resumable
+from torch import Tensor, nn
+
+from lightning_accum import AccumulationMixin, AccumulationScheduler, EffectiveStep
+
+TOLERANCE = 1e-10
+Place = tuple[int, int]  # epoch, batch index
+
+# What becomes of a micro-batch: it contributes; it weighs 0, with a loss and a gradient of NaN; `training_step` gives
+# None; the loader gives None
+GIVES, EMPTY, NONE, NO_BATCH = "gives", "empty", "None", "no batch"
+
+
+class Fuzzed(L.LightningModule):
+    """Keeps the parameters after each effective step, and the place of each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+        self.history: list[Tensor] = []
+        self.places: list[Place] = []
+
+    def loss(self, batch: Any, batch_idx: int) -> Tensor | None:
+        x, y, _, event = batch
+        self.places.append((self.trainer.current_epoch, batch_idx))
+        loss = item_losses(self.net, (x, y)).mean()
+        return {GIVES: loss, EMPTY: loss * float("nan"), NONE: None}[event]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return self.loss(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
+
+    def on_effective_step_end(self, step: EffectiveStep) -> None:
+        self.history.append(flat(self.net))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.net)
+
+
+class ManualFuzzed(AccumulationMixin, Fuzzed):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.accumulate(self.loss(batch, batch_idx), weight=batch[2])
+
+
+def make_optimizer(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9, weight_decay=0.1)
+
+
+class Happens(L.Callback):
+    """Saves at some places, and stops the fit at one."""
+
+    def __init__(self, saves: list[Place], stops: Place | None) -> None:
+        self.saves, self.stops = saves, stops
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        place = (trainer.current_epoch, batch_idx)
+        if place in self.saves:
+            trainer.save_checkpoint(path_of(place))
+        if place == self.stops:
+            trainer.should_stop = True
+
+
+def path_of(place: Place) -> str:
+    return f"{place[0]}-{place[1]}.ckpt"
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> dict[str, Any]:
+    batches, epochs = draw(st.integers(1, 9)), draw(st.integers(1, 2))
+    kinds = st.sampled_from([GIVES, GIVES, GIVES, GIVES, EMPTY, NONE, NO_BATCH])
+    events = draw(st.lists(kinds, min_size=batches, max_size=batches))
+    places = [(epoch, i) for epoch in range(epochs) for i in range(batches) if events[i] != NO_BATCH]
+    some = st.lists(st.sampled_from(places), max_size=3, unique=True) if places else st.just([])
+    return {
+        "door": draw(st.sampled_from(SCHEDULED)),
+        "events": events,
+        "epochs": epochs,
+        "sizes": draw(st.lists(st.integers(1, 4), min_size=batches, max_size=batches)),
+        "weights": draw(st.lists(st.integers(1, 5), min_size=batches, max_size=batches)),
+        "tensor_weights": draw(st.booleans()),
+        "scheduling": draw(st.dictionaries(st.integers(0, 5), st.integers(1, 5), min_size=1, max_size=3)),
+        "resumed": _chain(sorted(draw(some)), batches - 1),
+        "stopped": draw(st.sampled_from([None, None, *places])),
+        "validated": draw(st.none() | st.integers(1, batches)),
+        "clip": draw(st.sampled_from([None, 0.5])),
+    }
+
+
+def _chain(places: list[Place], last: int) -> list[Place]:
+    """Lightning repeats an epoch that began with a resume from the epoch before, if it is saved and resumed again."""
+    return [place for place in places if place[1] < last or place == places[-1]]
+
+
+def weight_of(story: dict[str, Any], index: int) -> int:
+    return 0 if story["events"][index] == EMPTY else story["weights"][index]
+
+
+def data_of(story: dict[str, Any]) -> list[Any]:
+    """The loader's batches."""
+    made: list[Any] = []
+    for index, (event, (x, y)) in enumerate(zip(story["events"], make_batches(story["sizes"]), strict=True)):
+        weight: Any = weight_of(story, index)
+        weight = torch.tensor(float(weight)) if story["tensor_weights"] else weight
+        made.append(None if event == NO_BATCH else (x, y, weight, event))
+    return made
+
+
+def run(story: dict[str, Any]) -> list[Fuzzed]:
+    """The fits of a story: the first one, and those that are resumed one from the other."""
+    resumed = [place for place in story["resumed"] if story["stopped"] is None or place < story["stopped"]]
+    automatic, fits = story["door"] == CALLBACK, []
+    for begin in [None, *resumed]:
+        for path in Path().glob("*.ckpt"):
+            if begin is None or path.name != path_of(begin):
+                path.unlink()
+        module = Fuzzed() if automatic else ManualFuzzed()
+        scheduler = AccumulationScheduler(
+            story["scheduling"], interval="step", weight_fn=(lambda batch: batch[2]) if automatic else None
+        )
+        validated = {} if story["validated"] is None else {"val_check_interval": story["validated"]}
+        trainer = make_trainer(
+            max_epochs=story["epochs"],
+            callbacks=[scheduler, Happens(resumed, story["stopped"])],
+            gradient_clip_val=story["clip"],
+            num_sanity_val_steps=0,
+            **validated,
+        )
+        val = Resumable(make_batches([2])) if validated else None
+        trainer.fit(module, Resumable(data_of(story)), val, ckpt_path=None if begin is None else path_of(begin))
+        fits.append(module)
+    return fits
+
+
+class Walk:
+    """The windows that a story has, found by walking through its micro-batches one after the other.
+
+    `windows`: for each one that is stepped, the indices of the micro-batches that contribute, and where it is closed.
+    """
+
+    def __init__(self, story: dict[str, Any]) -> None:
+        self.story, self.automatic = story, story["door"] == CALLBACK
+        self.windows: list[tuple[list[int], Place]] = []
+        self.places: list[Place] = []
+        self.closed = 0
+        self.opened, self.length = 0, 0  # length 0: none is open
+        self.held: list[int] = []
+        for epoch in range(story["epochs"]):
+            if self.epoch(epoch):
+                break
+
+    def factor(self) -> int:
+        starts = [start for start in self.story["scheduling"] if start <= self.closed]
+        return self.story["scheduling"][max(starts)] if starts else 1
+
+    def open(self, index: int) -> None:
+        if self.length and (self.held or not self.automatic):  # the loader has left its last place empty
+            self.length = index + 1 - self.opened
+        else:
+            self.opened, self.length = index, min(self.factor(), len(self.story["events"]) - index)
+            self.held = []
+
+    def close(self, place: Place) -> None:
+        if contributing := [i for i in self.held if weight_of(self.story, i)]:
+            self.windows.append((contributing, place))
+        self.closed += 1
+        self.length, self.held = 0, []
+
+    def epoch(self, epoch: int) -> bool:
+        """One epoch; whether the fit ends in it."""
+        events, place = self.story["events"], (epoch, -1)
+        for index, event in enumerate(events):
+            if event == NO_BATCH:
+                continue
+            place = (epoch, index)
+            self.places.append(place)
+            if not self.length or index >= self.opened + self.length:
+                self.open(index)
+            if event != NONE:
+                self.held.append(index)
+            if index + 1 == self.opened + self.length:
+                self.close(place)
+            if place == self.story["stopped"]:
+                break
+        if self.held and not self.automatic:
+            self.close((epoch, len(events)))
+        self.length, self.held = 0, []
+        return place == self.story["stopped"]
+
+
+def expected(story: dict[str, Any], walk: Walk) -> list[Tensor]:
+    """Plain torch's parameters after each window."""
+    data, net = make_batches(story["sizes"]), make_net()
+    clip = None if story["clip"] is None else lambda parameters: nn.utils.clip_grad_norm_(parameters, story["clip"])
+    return big_batch_weights(
+        net,
+        make_optimizer(net),
+        [[data[i] for i in held] for held, _ in walk.windows],
+        [[weight_of(story, i) for i in held] for held, _ in walk.windows],
+        clip,
+    )
+
+
+def assert_equal_to_plain_torch(story: dict[str, Any]) -> None:
+    walk = Walk(story)
+    wanted = expected(story, walk)
+    for begin, module in zip([(-1, -1), *story["resumed"]], run(story), strict=False):
+        left = [weights for weights, (_, place) in zip(wanted, walk.windows, strict=True) if place > begin]
+        assert module.places == [place for place in walk.places if place > begin]
+        assert len(module.history) == len(left)
+        for got, weights in zip(module.history, left, strict=True):
+            torch.testing.assert_close(got, weights, rtol=TOLERANCE, atol=TOLERANCE)
+        if wanted:
+            torch.testing.assert_close(flat(module.net), wanted[-1], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The loop left an accumulation window open",
+    "ignore:You're resuming from a checkpoint that ended before the epoch ended",
+)
+@settings(max_examples=500 if NIGHTLY else 50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(story=stories())
+def test_every_story_ends_with_plain_torchs_weights(story: dict[str, Any]) -> None:
+    assert_equal_to_plain_torch(story)
