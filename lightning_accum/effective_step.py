@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import loop
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -40,7 +40,7 @@ class EffectiveStep:
 
 def is_awaited(trainer: Trainer, module: LightningModule) -> bool:
     """Whether anybody defines ``on_effective_step_end``."""
-    return any(callable(getattr(listener, HOOK, None)) for listener in (module, *seams.callbacks(trainer)))
+    return any(callable(getattr(listener, HOOK, None)) for listener in (module, *loop.callbacks(trainer)))
 
 
 def tell(trainer: Trainer, module: LightningModule, step: EffectiveStep) -> None:
@@ -50,6 +50,6 @@ def tell(trainer: Trainer, module: LightningModule, step: EffectiveStep) -> None
     """
     if callable(hook := getattr(module, HOOK, None)):
         hook(step)
-    for callback in seams.callbacks(trainer):
+    for callback in loop.callbacks(trainer):
         if callable(hook := getattr(callback, HOOK, None)):
             hook(trainer, module, step)

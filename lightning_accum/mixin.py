@@ -30,7 +30,7 @@ from lightning_accum.checks.arguments import (
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import any_gradient, parameters, trainable
 from lightning_accum.gradients.precision import real_divisor, without_autocast
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import loop
 from lightning_accum.split import module_split
 from lightning_accum.split.module_split import SplitBatch
 from lightning_accum.step.module_fit import FitState
@@ -74,7 +74,7 @@ class AccumulationMixin(OptimizerStep):
         state = self._accumulation
         if state is None:
             return training_step(*args, **kwargs)
-        closes = seams.closes_window(state.trainer) and not seams.skips_backward(state.trainer)
+        closes = loop.closes_window(state.trainer) and not loop.skips_backward(state.trainer)
         state.begin_step(args[0] if args else None, closes=closes)
         try:
             output = training_step(*args, **kwargs)
@@ -119,7 +119,7 @@ class AccumulationMixin(OptimizerStep):
                 this module's, or none where there are several.
         """
         state, optimizer_idx = self._open_window("accumulate(loss", optimizer)
-        if seams.skips_backward(state.trainer):
+        if loop.skips_backward(state.trainer):
             return None
         last = state.closes and not more
         if loss is not None:
@@ -165,7 +165,7 @@ class AccumulationMixin(OptimizerStep):
             MisconfigurationException: ``"auto"`` where ranks wait for each other inside forward or backward.
         """
         state, optimizer_idx = self._open_window("accumulate_split(batch, loss_fn", optimizer)
-        if seams.skips_backward(state.trainer):
+        if loop.skips_backward(state.trainer):
             return None
         contribute, slicer = partial(self._contribute, state, optimizer_idx), getattr(self, "slice_micro_batch", None)
         split = SplitBatch(batch, loss_fn, batch_dim, slicer, state.scheduler.weigh, contribute)
@@ -233,7 +233,7 @@ class AccumulationMixin(OptimizerStep):
         if not self._complete(state, window, optimizer.optimizer):
             return None
         state.scheduler.gradients.normalize(optimizer.optimizer, window.correction(state.ranks.size))
-        with nullcontext() if in_step else seams.counted(state.trainer, optimizer):
+        with nullcontext() if in_step else loop.counted(state.trainer, optimizer):
             skipped = self._step_optimizer(state, optimizer)
         optimizer.optimizer.zero_grad()
         if not skipped:

@@ -20,7 +20,7 @@ from lightning_accum.gradients.buffers import WindowGradients
 from lightning_accum.gradients.distributed import sync_first_backward
 from lightning_accum.schedule import resolve as plan
 from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown, requested
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import hooks, loop
 from lightning_accum.step.owner import WindowOwner
 from lightning_accum.window.kept_window import KeptWindow
 from lightning_accum.window.placement import Openings
@@ -129,7 +129,7 @@ class AccumulationScheduler(KeptWindow):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._openings.settle(trainer)  # again: BatchSizeFinder has come in between
-        seams.forget_data(trainer)
+        loop.forget_data(trainer)
         schedule = self._openings.schedule
         checks.refuse_float32_over_ranks(trainer, self.gradients.in_float32)
         checks.refuse_closure_optimizers(trainer.optimizers, schedule, not pl_module.automatic_optimization)
@@ -199,7 +199,7 @@ class AccumulationScheduler(KeptWindow):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._works_for(trainer, pl_module):
             self._automatic.before_optimizer_step(trainer, pl_module, optimizer)
-        elif seams.skips_backward(trainer):
+        elif loop.skips_backward(trainer):
             self.gradients.drop(optimizer)
 
     @override
@@ -247,9 +247,9 @@ class AccumulationScheduler(KeptWindow):
 
     def _end(self, trainer: Trainer, module: LightningModule) -> None:
         self._flags.give_back(trainer)
-        seams.unshadow(trainer.strategy, "block_backward_sync")
+        hooks.unshadow(trainer.strategy, "block_backward_sync")
         for hook in ("on_validation_model_zero_grad", "configure_gradient_clipping"):
-            seams.unshadow(module, hook)
+            hooks.unshadow(module, hook)
         self.gradients.release()
         if isinstance(module, WindowOwner):
             module._accumulation_end()
@@ -277,4 +277,4 @@ class AccumulationScheduler(KeptWindow):
         self._flags.hide(trainer)
 
     def _detach(self, trainer: Trainer) -> None:
-        seams.set_callbacks(trainer, [callback for callback in seams.callbacks(trainer) if callback is not self])
+        loop.set_callbacks(trainer, [callback for callback in loop.callbacks(trainer) if callback is not self])

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.schedule import resolve as plan
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import logs
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -92,7 +92,7 @@ class LearningRateScaler(Callback):
     def on_effective_step_end(self, trainer: Trainer, pl_module: LightningModule, step: EffectiveStep) -> None:
         """Log the rate of the first optimizer's step."""
         if step.optimizer_idx == 0 and not step.skipped:
-            seams.log_metrics(trainer, {"accumulation/lr": self._used})
+            logs.log_metrics(trainer, {"accumulation/lr": self._used})
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

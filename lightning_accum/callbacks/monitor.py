@@ -14,7 +14,7 @@ from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.schedule import resolve as plans
 from lightning_accum.schedule.epoch import samples
 from lightning_accum.schedule.plan import AccumulationPlan
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import logs, loop
 from lightning_accum.seams.window_length import current_window
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class AccumulationMonitor(Callback):
         plans.require_scheduler(trainer, pl_module, self)
         if trainer.global_step == 0:
             self._samples, self._place = 0, None
-        others = seams.callbacks(trainer)
+        others = loop.callbacks(trainer)
         self._logs_lr = not any(getattr(callback, "logs_learning_rate", False) for callback in others)
 
     @override
@@ -93,7 +93,7 @@ class AccumulationMonitor(Callback):
             return
         self._last_index = step.index
         window = current_window(trainer)
-        in_window = samples(trainer, window.opened_at, seams.ready_batches(trainer))
+        in_window = samples(trainer, window.opened_at, loop.ready_batches(trainer))
         metrics: dict[str, Any] = {
             "accumulation/factor": window.factor,
             "accumulation/effective_step": step.index + 1,
@@ -103,7 +103,7 @@ class AccumulationMonitor(Callback):
             metrics["accumulation/samples"] = self._samples
         if self._lr is not None and self._logs_lr:
             metrics["accumulation/lr"] = self._lr
-        seams.log_metrics(trainer, metrics)
+        logs.log_metrics(trainer, metrics)
 
     @override
     def on_train_batch_end(
@@ -113,7 +113,7 @@ class AccumulationMonitor(Callback):
             return
         window = current_window(trainer)
         shown = {
-            "effective_step": window.index + seams.closes_window(trainer),
+            "effective_step": window.index + loop.closes_window(trainer),
             "micro_batch": batch_idx + 1 - window.opened_at,
             "window_length": int(window),
         }

@@ -13,7 +13,7 @@ from lightning_accum.gradients import buffers as gradients
 from lightning_accum.gradients.distributed import sums
 from lightning_accum.gradients.precision import active_scaler
 from lightning_accum.schedule import resolve as plan
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import loop
 from lightning_accum.seams.window_length import current_window
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ class NonFiniteGuard(Callback):
         if stage == "fit":
             plan.require_scheduler(trainer, pl_module, self)
             # Last, wherever the user put it: the scheduler's hook before the step makes the gradient what it will be.
-            others = [callback for callback in seams.callbacks(trainer) if callback is not self]
-            seams.set_callbacks(trainer, [*others, self])
+            others = [callback for callback in loop.callbacks(trainer) if callback is not self]
+            loop.set_callbacks(trainer, [*others, self])
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_accum.schedule import resolve as plan
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import loop
 from lightning_accum.seams.window_length import current_window
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class ValidateEveryNSteps(Callback):
             return
         self._where = trainer.check_val_every_n_epoch = WhereDue(trainer, self.n)
         trainer.val_check_interval = 1
-        for earlier in takewhile(lambda callback: callback is not self, seams.callbacks(trainer)):
-            seams.check_after_validation(earlier)
+        for earlier in takewhile(lambda callback: callback is not self, loop.callbacks(trainer)):
+            loop.check_after_validation(earlier)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -111,7 +111,7 @@ class ValidateEveryNSteps(Callback):
             return
         self._begun = self._done = state["validated"]
         if state["owed"] and state["owed"] % self.n == 0:  # another n may have other places
-            seams.load_inside_validation(checkpoint)
+            loop.load_inside_validation(checkpoint)
 
 
 class WhereDue(int):
@@ -142,16 +142,16 @@ class WhereDue(int):
     @property
     def effective_step(self) -> int:
         """Windows closed so far, if the present micro-batch is its window's last one; else 0."""
-        window, ready = current_window(self._trainer), seams.ready_batches(self._trainer)
+        window, ready = current_window(self._trainer), loop.ready_batches(self._trainer)
         if ready == window.opened_at:  # a fit resumed between two windows
             return window.index
         # Behind a window the loader may give None, at which none opens; one that the loop leaves is closed at no end.
-        ends = ready <= window.end and seams.closes_window(self._trainer)
+        ends = ready <= window.end and loop.closes_window(self._trainer)
         return window.index + 1 if window.is_closed and ends else 0
 
 
 def _refuse_second_interval(trainer: Trainer, n: int) -> None:
-    interval, epochs = seams.validation_interval(trainer), trainer.check_val_every_n_epoch
+    interval, epochs = loop.validation_interval(trainer), trainer.check_val_every_n_epoch
     if not isinstance(interval, float) or (interval, epochs) != (1.0, 1):
         raise MisconfigurationException(
             f"`Trainer(val_check_interval={interval!r}, check_val_every_n_epoch={epochs!r})` and"

@@ -13,7 +13,7 @@ from lightning_accum.gradients.buffers import parameters
 from lightning_accum.gradients.distributed import agree
 from lightning_accum.schedule.epoch import micro_batch_size
 from lightning_accum.schedule.factors import Schedule
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import loop
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -40,7 +40,7 @@ def refuse_schedule_as_flag(trainer: Trainer) -> None:
 
 def refuse_second_scheduler(trainer: Trainer) -> None:
     """Anybody else who decides when windows open."""
-    names = [type(callback).__name__ for callback in seams.callbacks(trainer) if _schedules(callback)]
+    names = [type(callback).__name__ for callback in loop.callbacks(trainer) if _schedules(callback)]
     if len(names) > 1:
         raise MisconfigurationException(
             f"Several callbacks schedule the accumulation factor: {', '.join(names)}. Keep one `AccumulationScheduler`;"
@@ -128,9 +128,9 @@ def refuse_unequal_ends(trainer: Trainer) -> None:
     A rank alone at its last micro-batch would close its window, and the others would wait for it until a time-out.
     """
     if trainer.world_size > 1 and trainer.num_training_batches == float("inf"):
-        is_last = seams.epoch_is_complete(trainer)
+        is_last = loop.epoch_is_complete(trainer)
         if not agree(trainer, float(is_last)):
-            place = f"{'ends' if is_last else 'goes on'} after micro-batch {seams.ready_batches(trainer) - 1}"
+            place = f"{'ends' if is_last else 'goes on'} after micro-batch {loop.ready_batches(trainer) - 1}"
             raise RuntimeError(
                 f"The ranks' loaders have different lengths: this one's {place} of the epoch, where others do not. Give"
                 " all ranks equally many micro-batches, or `limit_train_batches`."
@@ -198,9 +198,9 @@ def warn_of_lost_gradients(reason: str) -> None:
 
 def warn_of_plain_loader(trainer: Trainer) -> None:
     """A loader that cannot go on in the middle of an epoch."""
-    if seams.resumes_inside_epoch(trainer) and not seams.loader_is_resumable(trainer):
+    if loop.resumes_inside_epoch(trainer) and not loop.loader_is_resumable(trainer):
         rank_zero_warn(
-            f"The fit resumes after {seams.ready_batches(trainer)} micro-batches of an epoch, but its loader begins"
+            f"The fit resumes after {loop.ready_batches(trainer)} micro-batches of an epoch, but its loader begins"
             " anew: it gives some micro-batches again and leaves others out. Everything else goes on exactly. Give it"
             " `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader has, or save at an epoch's end."
         )

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_accum.checks.arguments import as_weight, check_loss
 from lightning_accum.equivalence.observe import Watch, untouched
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import hooks
 from lightning_accum.split.slicing import pieces
 from lightning_accum.window.weighting import weighs_nothing
 
@@ -126,7 +126,7 @@ class Trial:
             self._switch_off(without)
             if isinstance(self.model, LightningModule):
                 for log in ("log", "log_dict"):  # there is no Trainer that logs
-                    seams.shadow(self.model, log, lambda *args, **kwargs: None)
+                    hooks.shadow(self.model, log, lambda *args, **kwargs: None)
             if other_draws:  # one layer of dropout might else draw the same in pieces, which no fit does
                 for device in {torch.device("cpu"), *(p.device for p in self.parameters.values())}:
                     torch.rand((), device=device)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accum.gradients.precision import without_autocast
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import hooks, loop
 from lightning_accum.window.weighting import OptimizerWindow, Weight
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def sync_first_backward(trainer: Trainer) -> None:
     """
     model = trainer.strategy.model
     if isinstance(model, DistributedDataParallel) and model.static_graph:
-        seams.shadow_once(trainer.strategy, "block_backward_sync", nullcontext)
+        hooks.shadow_once(trainer.strategy, "block_backward_sync", nullcontext)
 
 
 class Ranks:
@@ -227,7 +227,7 @@ class Ranks:
         if self.size == 1:
             window.settle(float(window.weight), window.loss, window.batches)
             return
-        place = seams.ready_batches(self._trainer) - 1
+        place = loop.ready_batches(self._trainer) - 1
         total = sums(self._trainer, window.weight, window.loss, window.batches, place, place * place)
         weight, _, contributions, places, squares = total.tolist()
         if places * places != squares * self.size:

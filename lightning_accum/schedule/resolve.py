@@ -11,7 +11,7 @@ from lightning_accum.checks import refusals as checks
 from lightning_accum.schedule.epoch import epoch_of, micro_batch_size
 from lightning_accum.schedule.factors import PartialWindow, Schedule
 from lightning_accum.schedule.plan import AccumulationPlan, plan_for
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import loop
 from lightning_accum.seams.window_length import current_window
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def plan_of(trainer: Trainer, num_optimizers: int = 1) -> AccumulationPlan | Non
 
 
 def _scheduler(trainer: Trainer) -> Any:
-    callbacks = seams.callbacks(trainer)
+    callbacks = loop.callbacks(trainer)
     return next((c for c in callbacks if isinstance(getattr(c, "schedule", None), Schedule)), None)
 
 
@@ -105,7 +105,7 @@ def estimated_stepping_batches(trainer: Trainer, *, num_optimizers: int = 1) -> 
         raise TypeError(message)
     if num_optimizers < 1:
         raise ValueError(message)
-    seams.set_up_data(trainer)
+    loop.set_up_data(trainer)
     plan = plan_of(trainer, num_optimizers)
     if plan is not None:
         return plan.effective_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import loop
 from lightning_accum.seams.window_length import NotDue, WindowLength
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class TrainerFlags:
 
     def hold_logs(self, trainer: Trainer) -> None:
         """Let step metrics be due at a window's last micro-batch only."""
-        if self._log_every is not None and not seams.closes_window(trainer):
+        if self._log_every is not None and not loop.closes_window(trainer):
             trainer.log_every_n_steps = NotDue(self._log_every)  # type: ignore[attr-defined]
         else:
             self.release_logs(trainer)

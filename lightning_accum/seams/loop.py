@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.callbacks import EarlyStopping
-from torch import Tensor
 
 from lightning_accum.seams.window_length import WindowLength
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
 
@@ -135,34 +134,6 @@ def epoch_is_complete(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
-def logger_step(trainer: Trainer) -> int:
-    """The loggers' x-axis. Fact: the loop adds 1 after each micro-batch at which it "does not accumulate"."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
-def advance_logger_step(trainer: Trainer) -> None:
-    """Count a window that was closed outside a micro-batch, which the loop cannot know of."""
-    trainer.fit_loop.epoch_loop._batches_that_stepped += 1
-
-
-def set_logger_step(trainer: Trainer, steps: int) -> None:
-    """Say how many windows were closed, where the loop has counted one that an epoch's end has not closed."""
-    trainer.fit_loop.epoch_loop._batches_that_stepped = steps
-
-
-def logs_now(trainer: Trainer) -> bool:
-    """Whether a step metric is due, by ``log_every_n_steps``."""
-    return trainer._logger_connector.should_update_logs
-
-
-def log_metrics(trainer: Trainer, metrics: dict[str, Any]) -> None:
-    """Write to all loggers, at the same x as ``self.log``, if a step metric is due; tensors are read only then."""
-    if logs_now(trainer):
-        scalars = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(scalars, step=logger_step(trainer))
-
-
 def remember_rng() -> Callable[[], None]:
     """Keep the random states of torch, its CUDA devices, numpy and Python; what is returned puts them back.
 
@@ -185,49 +156,6 @@ def counted(trainer: Trainer, optimizer: LightningOptimizer) -> Iterator[None]:
         yield
     finally:
         optimizer._on_before_step, optimizer._on_after_step = before, after
-
-
-@contextmanager
-def shadowed(module: LightningModule, hook: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Put a function in front of a module's hook for a while.
-
-    Fact: Lightning looks hooks up on the instance, so that an instance attribute comes before the class's method. The
-    user's own override, which may not call ``super()``, stays what it is.
-    """
-    shadow(module, hook, replacement)
-    try:
-        yield
-    finally:
-        unshadow(module, hook)
-
-
-def shadow(owner: object, hook: str, replacement: Callable[..., Any]) -> None:
-    """Put a function in front of a hook of a module or a strategy, until `unshadow`."""
-    owner.__dict__[hook] = replacement
-
-
-def unshadow(owner: object, hook: str) -> None:
-    """Take away what stands in front of a hook, if anything does."""
-    owner.__dict__.pop(hook, None)
-
-
-def keep_gradients() -> None:
-    """What ``on_validation_model_zero_grad`` is shadowed by inside a window; unlike a lambda it can be pickled."""
-
-
-def shadow_once(owner: object, hook: str, replacement: Callable[..., Any]) -> None:
-    """Put a function in front of a hook for Lightning's next call of it."""
-
-    def once(*args: Any, **kwargs: Any) -> Any:
-        unshadow(owner, hook)
-        return replacement(*args, **kwargs)
-
-    shadow(owner, hook, once)
-
-
-def is_logged(trainer: Trainer, name: str) -> bool:
-    """Whether the running loop has logged this. Fact: ``trainer.callback_metrics`` keeps what other loops have too."""
-    return name in trainer._logger_connector.metrics["callback"]
 
 
 def validates_now(trainer: Trainer) -> bool:

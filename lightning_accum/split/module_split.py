@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_accum.checks.arguments import check_loss, check_split
 from lightning_accum.gradients.buffers import trainable
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import logs
 from lightning_accum.split.retry import OutOfMemoryError, is_out_of_memory, remember
 from lightning_accum.split.slicing import Slicer, batch_size, equal_sizes, pieces
 from lightning_accum.step.module_fit import FitState
@@ -135,4 +135,4 @@ def _tell(trainer: Trainer, failed: float, size: int, optimizer_idx: int) -> Non
     rank_zero_info(f"Out of memory with micro-batches of {failed:.0f} items: from now on they have {size}.")
     name = "accumulation/micro_batch_size" + (f"-{optimizer_idx}" if optimizer_idx else "")
     for logger in trainer.loggers:
-        logger.log_metrics({name: size}, step=seams.logger_step(trainer))
+        logger.log_metrics({name: size}, step=logs.logger_step(trainer))

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_e
 from torch import Tensor
 
 from lightning_accum.gradients.buffers import WindowGradients
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import loop
 from lightning_accum.window.weighting import OptimizerWindow
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def remember(
         parameters: those that a backward may reach.
     """
     undo = [
-        seams.remember_rng(),
+        loop.remember_rng(),
         _remember_buffers(module),
         _remember_window(window),
         gradients.remember(parameters),

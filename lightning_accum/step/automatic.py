@@ -13,7 +13,7 @@ from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients import precision
 from lightning_accum.gradients.buffers import WindowGradients, any_gradient, parameters
 from lightning_accum.gradients.distributed import sums
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import hooks
 from lightning_accum.window.ledger import Ledger
 from lightning_accum.window.weighting import OptimizerWindow, Weight
 
@@ -106,7 +106,7 @@ class AutomaticWindow:
             if not self._is_taken:
                 own_clip(optimizer, *args, **kwargs)
 
-        seams.shadow_once(module, "configure_gradient_clipping", own_clip_of_any)
+        hooks.shadow_once(module, "configure_gradient_clipping", own_clip_of_any)
 
     def _step_for_lightning(self, module: LightningModule, scaler: GradScaler, optimizer: Optimizer) -> None:
         """Make the step that Lightning leaves out under a GradScaler where the window's last `training_step` gave None.
@@ -122,7 +122,7 @@ class AutomaticWindow:
             scaler.step(optimizer)
             scaler.update()
 
-        seams.shadow_once(module, "configure_gradient_clipping", own_clip_then_step)
+        hooks.shadow_once(module, "configure_gradient_clipping", own_clip_then_step)
 
     def _add_loss(self, trainer: Trainer, loss: Tensor) -> None:
         """Take in the loss, which Lightning has divided by the announced length, and the GradScaler has scaled.

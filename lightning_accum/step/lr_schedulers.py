@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import logs
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -62,7 +62,7 @@ class LRSchedulers:
         """
         waiting, self._awaiting_metric = self._awaiting_metric, []
         for config in waiting:
-            if validates and not seams.is_logged(trainer, self._monitors[id(config.scheduler)].key):
+            if validates and not logs.is_logged(trainer, self._monitors[id(config.scheduler)].key):
                 self._awaiting_metric.append(config)
             else:
                 self._step_with_metric(trainer, module, config)

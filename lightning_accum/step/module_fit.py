@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_accum.checks import refusals as checks
 from lightning_accum.gradients.distributed import Ranks
 from lightning_accum.scheduler import AccumulationScheduler
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import hooks, logs, loop
 from lightning_accum.seams.hooks import wrap
 from lightning_accum.step.guards import RawSteps
 from lightning_accum.step.lr_schedulers import LRSchedulers
@@ -141,8 +141,8 @@ class FitLifeCycle(WindowOwner, _Module):
         configured = configure_callbacks()
         callbacks = [configured] if isinstance(configured, Callback) else list(configured or [])
         trainer = self.trainer
-        present = [c for c in seams.callbacks(trainer) if not (isinstance(c, AccumulationScheduler) and c.is_attached)]
-        seams.set_callbacks(trainer, present)  # without what a fit that failed has left
+        present = [c for c in loop.callbacks(trainer) if not (isinstance(c, AccumulationScheduler) and c.is_attached)]
+        loop.set_callbacks(trainer, present)  # without what a fit that failed has left
         scheduler = next((c for c in (*callbacks, *present) if isinstance(c, AccumulationScheduler)), None)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if scheduler is None:
@@ -163,7 +163,7 @@ class FitLifeCycle(WindowOwner, _Module):
         self._accumulation = state = FitState(trainer, scheduler, ranks)
         self._accumulation_counters = scheduler.ledger.counters
         recording = state.lr_schedulers.recording(self.configure_optimizers)
-        seams.shadow_once(self, "configure_optimizers", recording)
+        hooks.shadow_once(self, "configure_optimizers", recording)
 
     @override
     def _accumulation_start(self) -> None:
@@ -174,7 +174,7 @@ class FitLifeCycle(WindowOwner, _Module):
     def _accumulation_batch_end(self) -> None:
         state = self._accumulation
         if state is not None and state.closes:
-            state.lr_schedulers.after_batch(state.trainer, self, validates=seams.validates_now(state.trainer))
+            state.lr_schedulers.after_batch(state.trainer, self, validates=loop.validates_now(state.trainer))
             state.ranks.after_window()
 
     @override
@@ -195,22 +195,22 @@ class FitLifeCycle(WindowOwner, _Module):
 
         def own_hook_then_schedulers() -> None:
             own_hook()  # may log the metric that a ReduceLROnPlateau follows
-            if seams.epoch_is_complete(state.trainer):
+            if loop.epoch_is_complete(state.trainer):
                 state.lr_schedulers.after_epoch(state.trainer, self, with_metric=True)
 
-        seams.shadow_once(self, "on_train_epoch_end", own_hook_then_schedulers)
+        hooks.shadow_once(self, "on_train_epoch_end", own_hook_then_schedulers)
 
     def _leave_window(self, state: FitState) -> None:
         """Do what `partial_window` says with a window that is open where its epoch ends."""
         if state.scheduler.partial_window == "average":
             self._close_window(state, in_step=False)
-            seams.advance_logger_step(state.trainer)
+            logs.advance_logger_step(state.trainer)
         elif state.scheduler.partial_window == "drop":
             state.scheduler.drop_window(state.trainer)
 
     def _complete_epoch(self, state: FitState) -> None:
         """Step the LR schedulers of interval epoch if the epoch has come to its end."""
-        state.is_mid_epoch = not seams.epoch_is_complete(state.trainer)
+        state.is_mid_epoch = not loop.epoch_is_complete(state.trainer)
         if state.is_mid_epoch:
             return
         if state.scheduler.partial_window == "drop":  # before a validation or a checkpoint
@@ -223,7 +223,7 @@ class FitLifeCycle(WindowOwner, _Module):
             state.raw_steps.release()
         self._accumulation = None
         for hook in ("configure_optimizers", "on_train_epoch_end"):
-            seams.unshadow(self, hook)
+            hooks.unshadow(self, hook)
 
     def _close_window(self, state: FitState, *, in_step: bool) -> None:
         """Step the optimizers whose windows are open, then count the window."""

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_accum.gradients import buffers as gradients
 from lightning_accum.gradients.buffers import any_gradient
 from lightning_accum.gradients.precision import ScaledStep, active_scaler, without_autocast
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import hooks
 from lightning_accum.step.module_fit import FitLifeCycle, FitState
 
 
@@ -44,7 +44,7 @@ class OptimizerStep(FitLifeCycle):
         state.grad_norm = None
         scaler = active_scaler(trainer)
         scaled_step = None if scaler is None else ScaledStep(scaler, optimizer.optimizer)
-        clipping = seams.shadowed(self, "on_before_optimizer_step", own_hook_then_clip)
+        clipping = hooks.shadowed(self, "on_before_optimizer_step", own_hook_then_clip)
         with without_autocast(self.device), clipping, state.raw_steps.ours():
             optimizer.step()
         if scaled_step is None:

@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from lightning_accum.gradients.buffers import WindowGradients, any_gradient, parameters
 from lightning_accum.gradients.distributed import is_sharded, largest, means, sums
 from lightning_accum.gradients.precision import active_scaler
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import loop
 from lightning_accum.window.ledger import Ledger
 from lightning_accum.window.weighting import OptimizerWindow, Weight
 
@@ -39,14 +39,14 @@ def complete(
             one is left to Lightning, which would else begin the next epoch inside the window.
         left_out: why gradients are not saved; None if they are.
     """
-    is_processed = seams.batch_is_processed(trainer)
+    is_processed = loop.batch_is_processed(trainer)
     is_torn = ledger.is_torn and not is_processed
     is_added = not is_torn and (ledger.has_batch or ledger.is_stepped)
     is_lost = (
-        not (is_processed or is_added) and seams.loader_is_resumable(trainer) and not seams.epoch_is_complete(trainer)
+        not (is_processed or is_added) and loop.loader_is_resumable(trainer) and not loop.epoch_is_complete(trainer)
     )
     if is_processed or is_added or is_lost:
-        seams.enter_batch_as_done(checkpoint)
+        loop.enter_batch_as_done(checkpoint)
     if ledger.is_stepped and not is_torn:
         counters = ledger.counters
         skipped = counters.skipped_steps + (not ledger.has_moved)
@@ -59,7 +59,7 @@ def complete(
     if left_out is None and is_sharded(trainer):
         left_out = "they are sharded"
     if left_out is not None:
-        over = {"window": None} if is_torn and is_lost and seams.ready_batches(trainer) >= ledger.window.end else {}
+        over = {"window": None} if is_torn and is_lost and loop.ready_batches(trainer) >= ledger.window.end else {}
         return {"left_out": left_out, **over} if ledger.is_pending else {"left_out": None}
     return {"pending": pack(trainer, ledger, gradients)}
 

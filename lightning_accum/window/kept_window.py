@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_accum.checks import refusals as checks
 from lightning_accum.gradients.buffers import WindowGradients
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import hooks
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.step.automatic import AutomaticWindow
 from lightning_accum.window import checkpoint as pending
@@ -53,9 +53,9 @@ class KeptWindow(Callback):
         empty, or an epoch has ended inside a window that goes on.
         """
         if self._flags.in_charge(trainer) and self.ledger.is_pending:
-            seams.shadow(module, "on_validation_model_zero_grad", seams.keep_gradients)
+            hooks.shadow(module, "on_validation_model_zero_grad", hooks.keep_gradients)
         else:
-            seams.unshadow(module, "on_validation_model_zero_grad")
+            hooks.unshadow(module, "on_validation_model_zero_grad")
 
     def _drop_what_is_left_open(self, trainer: Trainer) -> None:
         """Drop a window that the loop has left in automatic optimization, where nobody steps for it."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_accum.checks import refusals as checks
 from lightning_accum.schedule.epoch import epoch_of, micro_batch_size, samples
 from lightning_accum.schedule.factors import PartialWindow, Schedule
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import hooks, logs, loop
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.window_length import WindowLength
 from lightning_accum.window.ledger import Ledger
@@ -47,13 +47,13 @@ class Openings:
             self.settle(trainer)
             return configure_optimizers()
 
-        seams.shadow_once(module, "configure_optimizers", settle_then_configure)
+        hooks.shadow_once(module, "configure_optimizers", settle_then_configure)
 
     def settle(self, trainer: Trainer) -> None:
         """Find the factors, now that the loader and the ranks are known."""
         if self.schedule.sizes is None and self.schedule.interval != "sample":
             return
-        seams.set_up_data(trainer)
+        loop.set_up_data(trainer)
         size = micro_batch_size(trainer.train_dataloader)
         if size is not None:
             self.schedule = self.schedule.resolved(size, trainer.world_size)
@@ -68,20 +68,20 @@ class Openings:
         """
         ledger = self._ledger
         if self.schedule.interval == "sample" and ledger.samples is None:  # begun without this package, or this unit
-            ledger.samples = epoch_of(trainer).seen(seams.all_batches(trainer)), seams.passed_batches(trainer)
+            ledger.samples = epoch_of(trainer).seen(loop.all_batches(trainer)), loop.passed_batches(trainer)
         if ledger.window is not None:
             self._open(trainer, int(ledger.window), ledger.window.opened_at)
-        if seams.skips_epoch_start(trainer):
+        if loop.skips_epoch_start(trainer):
             self.begin_epoch(trainer)
         if ledger.window is None:
-            step, at = ledger.counters.effective_step, seams.ready_batches(trainer)
+            step, at = ledger.counters.effective_step, loop.ready_batches(trainer)
             self._flags.write(
                 trainer, WindowLength(self._factor(trainer), at, step, ends_with_epoch=self._ends_with_epoch)
             )
 
     def begin_epoch(self, trainer: Trainer) -> None:
         """Move to the next epoch, in which a carried window has opened at a negative place."""
-        passed, window = seams.passed_batches(trainer), self._ledger.window
+        passed, window = loop.passed_batches(trainer), self._ledger.window
         if self._ledger.samples is not None:
             self._see(trainer, passed)
             self._ledger.samples = self._ledger.samples[0], 0
@@ -114,7 +114,7 @@ class Openings:
     def correct_logger_step(self, trainer: Trainer, at_least: int = 0) -> None:
         """Take back what the loop has added to the loggers' x where an epoch, but no window, has ended."""
         if not self._ends_with_epoch:
-            seams.set_logger_step(trainer, max(self._ledger.counters.effective_step, at_least))
+            logs.set_logger_step(trainer, max(self._ledger.counters.effective_step, at_least))
 
     def _open(self, trainer: Trainer, length: int, opened_at: int, factor: int | None = None) -> None:
         if factor is None:  # a carried window keeps the one that it was opened with

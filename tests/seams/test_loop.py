@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_accum.gradients.precision import unscaled
-from lightning_accum.seams import loop as seams
+from lightning_accum.seams import hooks, logs, loop
 from lightning_accum.seams.window_length import WindowLength
 
 
@@ -75,11 +75,11 @@ class At(L.Callback):
 def test_callbacks_are_those_that_lightning_calls() -> None:
     called = []
     late = At(on_train_start=lambda *_: called.append("late"))
-    first = At(setup=lambda trainer, _: seams.set_callbacks(trainer, [*seams.callbacks(trainer), late]))
+    first = At(setup=lambda trainer, _: loop.set_callbacks(trainer, [*loop.callbacks(trainer), late]))
     trainer = make_trainer(callbacks=[first])
     trainer.fit(Toy(), ones(1))
     assert called == ["late"]
-    assert seams.callbacks(trainer) == [first, late]
+    assert loop.callbacks(trainer) == [first, late]
 
 
 @pytest.mark.parametrize("hook", ["setup", "teardown"])
@@ -88,7 +88,7 @@ def test_a_callback_may_take_itself_away_while_lightning_calls_all_of_them(hook:
 
     def leave(trainer: L.Trainer, _: Any) -> None:
         called.append("leaving")
-        seams.set_callbacks(trainer, [c for c in seams.callbacks(trainer) if c is not leaving])
+        loop.set_callbacks(trainer, [c for c in loop.callbacks(trainer) if c is not leaving])
 
     leaving = At(**{hook: leave, "on_train_start": lambda *_: called.append("on_train_start")})
     others = [At(**{hook: lambda *_, n=n: called.append(n)}) for n in ("before", "after")]
@@ -96,7 +96,7 @@ def test_a_callback_may_take_itself_away_while_lightning_calls_all_of_them(hook:
     trainer.fit(Toy(), ones(1))
     started = [] if hook == "setup" else ["on_train_start"]
     assert called == [*started, "before", "leaving", "after"]
-    assert seams.callbacks(trainer) == others
+    assert loop.callbacks(trainer) == others
 
 
 # Where the loop stands
@@ -110,11 +110,11 @@ def test_closes_window_agrees_with_the_steps_that_lightning_makes(sized: bool, f
 
     class Asking(Toy):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            answers["training_step"].append(seams.closes_window(self.trainer))
+            answers["training_step"].append(loop.closes_window(self.trainer))
             return super().training_step(batch, batch_idx)
 
     def ask(hook: str) -> Any:
-        return lambda trainer, _: answers[hook].append(seams.closes_window(trainer))
+        return lambda trainer, _: answers[hook].append(loop.closes_window(trainer))
 
     module = Asking()
     callback = At(**{hook: ask(hook) for hook in ("on_train_batch_start", "on_train_batch_end")})
@@ -131,7 +131,7 @@ def test_ready_batches_counts_the_present_one_from_the_first_hook_on_and_a_none_
     seen: list[tuple[str, int]] = []
 
     def note(hook: str) -> Any:
-        return lambda trainer, _: seen.append((hook, seams.ready_batches(trainer)))
+        return lambda trainer, _: seen.append((hook, loop.ready_batches(trainer)))
 
     hooks = ("on_train_batch_start", "on_before_backward", "on_train_batch_end", "on_train_epoch_end")
     one = torch.ones(1, dtype=torch.float64)
@@ -168,7 +168,7 @@ def test_epoch_is_complete_where_lightning_steps_lr_schedulers_of_an_epoch(
             return super().training_step(batch, batch_idx)
 
     module = Scheduled()
-    ask = At(on_train_epoch_end=lambda trainer, _: answers.append(seams.epoch_is_complete(trainer)))
+    ask = At(on_train_epoch_end=lambda trainer, _: answers.append(loop.epoch_is_complete(trainer)))
     make_trainer(callbacks=[ask], **flags).fit(module, ones(4, sized=sized))
     assert answers == [complete]
     assert module.scheduler.get_last_lr() == [0.5 if complete else 1.0]
@@ -176,15 +176,15 @@ def test_epoch_is_complete_where_lightning_steps_lr_schedulers_of_an_epoch(
 
 def test_on_train_epoch_start_is_left_out_when_a_fit_resumes_inside_an_epoch(tmp_path: Path) -> None:
     def save(trainer: L.Trainer, _: Any) -> None:
-        if seams.ready_batches(trainer) == 2:
+        if loop.ready_batches(trainer) == 2:
             trainer.save_checkpoint(tmp_path / "inside.ckpt")
 
     make_trainer(callbacks=[At(on_train_batch_end=save)]).fit(Toy(), ones(4))
     called: list[Any] = []
     hooks = {
-        "on_train_start": lambda trainer, _: called.append(("start", seams.ready_batches(trainer))),
+        "on_train_start": lambda trainer, _: called.append(("start", loop.ready_batches(trainer))),
         "on_train_epoch_start": lambda *_: called.append("epoch start"),
-        "on_train_batch_start": lambda trainer, _: called.append(("batch", seams.ready_batches(trainer))),
+        "on_train_batch_start": lambda trainer, _: called.append(("batch", loop.ready_batches(trainer))),
     }
     with pytest.warns(UserWarning, match="not resumable"):
         make_trainer(callbacks=[At(**hooks)]).fit(Toy(), ones(4), ckpt_path=tmp_path / "inside.ckpt")
@@ -203,7 +203,7 @@ class Logging(Toy):
 def test_logger_step_is_the_x_of_log() -> None:
     asked: list[int] = []
     rows = Rows()
-    ask = At(on_train_batch_end=lambda trainer, _: asked.append(seams.logger_step(trainer)))
+    ask = At(on_train_batch_end=lambda trainer, _: asked.append(logs.logger_step(trainer)))
     trainer = make_trainer(accumulate_grad_batches=2, logger=rows, callbacks=[ask])
     trainer.fit(Logging(), ones(7))
     assert asked == [0, 0, 1, 1, 2, 2, 3]
@@ -213,7 +213,7 @@ def test_logger_step_is_the_x_of_log() -> None:
 
 def test_advance_logger_step_moves_the_x_of_what_is_logged_later() -> None:
     rows = Rows()
-    advance = At(on_train_epoch_end=lambda trainer, _: seams.advance_logger_step(trainer))
+    advance = At(on_train_epoch_end=lambda trainer, _: logs.advance_logger_step(trainer))
     make_trainer(max_epochs=2, logger=rows, callbacks=[advance]).fit(Logging(), ones(2))
     assert [x for x, _ in rows.rows] == [0, 1, 3, 4]
 
@@ -224,8 +224,8 @@ def test_logs_now_says_whether_lightning_writes_a_row(every: int) -> None:
     rows = Rows()
 
     def ask(trainer: L.Trainer, _: Any) -> None:
-        if seams.closes_window(trainer) and seams.logs_now(trainer):
-            due.append(seams.logger_step(trainer))
+        if loop.closes_window(trainer) and logs.logs_now(trainer):
+            due.append(logs.logger_step(trainer))
 
     trainer = make_trainer(
         accumulate_grad_batches=2, log_every_n_steps=every, logger=rows, callbacks=[At(on_train_batch_end=ask)]
@@ -260,7 +260,7 @@ def test_a_step_at_the_epochs_end_moves_global_step_if_it_is_counted(counts: boo
             optimizer: Any = self.optimizers()
             before = (optimizer._on_before_step, optimizer._on_after_step)
             global_steps.append(self.trainer.global_step)
-            with seams.counted(self.trainer, optimizer) if counts else nullcontext():
+            with loop.counted(self.trainer, optimizer) if counts else nullcontext():
                 optimizer.step()
             global_steps.append(self.trainer.global_step)
             assert (optimizer._on_before_step, optimizer._on_after_step) == before
@@ -278,7 +278,7 @@ def test_counted_puts_back_what_it_found_when_the_step_fails() -> None:
             before = (optimizer._on_before_step, optimizer._on_after_step)
 
             def fail_while_counted() -> None:
-                with seams.counted(self.trainer, optimizer):
+                with loop.counted(self.trainer, optimizer):
                     assert (optimizer._on_before_step, optimizer._on_after_step) != before
                     raise RuntimeError("on purpose")
 
@@ -357,7 +357,7 @@ def test_lightning_calls_what_shadows_the_modules_hook_during_a_step() -> None:
                 own(optimizer)
                 seen.append("replacement")
 
-            with seams.shadowed(self, "on_before_optimizer_step", first_own) if batch_idx == 0 else nullcontext():
+            with hooks.shadowed(self, "on_before_optimizer_step", first_own) if batch_idx == 0 else nullcontext():
                 super().training_step(batch, batch_idx)
             assert hooks_in(self) == []
 
@@ -369,7 +369,7 @@ def test_shadowed_leaves_nothing_behind_when_the_step_fails() -> None:
     module = Toy()
 
     def fail_while_shadowed() -> None:
-        with seams.shadowed(module, "on_train_epoch_end", lambda: None):
+        with hooks.shadowed(module, "on_train_epoch_end", lambda: None):
             assert hooks_in(module) == ["on_train_epoch_end"]
             raise RuntimeError("on purpose")
 
@@ -388,7 +388,7 @@ def test_lightning_configures_by_what_a_callbacks_setup_has_shadowed_once() -> N
             optimizer.param_groups[0]["lr"] *= 0.5
             return optimizer
 
-        seams.shadow_once(module, "configure_optimizers", halved)
+        hooks.shadow_once(module, "configure_optimizers", halved)
 
     module = Toy()
     make_trainer(callbacks=[At(setup=halve_the_rate)]).fit(module, ones(2))
@@ -405,7 +405,7 @@ def test_the_modules_epoch_end_comes_after_the_callbacks_and_can_be_shadowed_the
 
     def shadow(_: Any, module: Toy) -> None:
         seen.append("callback")
-        seams.shadow_once(module, "on_train_epoch_end", lambda: seen.append("replacement"))
+        hooks.shadow_once(module, "on_train_epoch_end", lambda: seen.append("replacement"))
 
     module = Ends()
     make_trainer(max_epochs=2, callbacks=[At(on_train_epoch_end=shadow)]).fit(module, ones(2))
@@ -416,10 +416,10 @@ def test_the_modules_epoch_end_comes_after_the_callbacks_and_can_be_shadowed_the
 
 def test_unshadow_takes_away_what_was_never_called_and_else_does_nothing() -> None:
     module = Toy()
-    seams.shadow_once(module, "configure_optimizers", lambda: None)
+    hooks.shadow_once(module, "configure_optimizers", lambda: None)
     assert hooks_in(module) == ["configure_optimizers"]
     for _ in range(2):
-        seams.unshadow(module, "configure_optimizers")
+        hooks.unshadow(module, "configure_optimizers")
         assert hooks_in(module) == []
     assert module.configure_optimizers() is not None
 
@@ -497,7 +497,7 @@ def test_the_factor_is_read_by_modulo_and_division_alone() -> None:
             return (other - 1) % int(self)
 
     def write(trainer: L.Trainer, _: Any) -> None:
-        ready = seams.ready_batches(trainer)
+        ready = loop.ready_batches(trainer)
         trainer.accumulate_grad_batches = 1 if ready == 1 else Offset(3)
 
     module = Toy()
@@ -514,7 +514,7 @@ def test_stochastic_weight_averaging_steps_at_the_end_of_its_pass_without_a_back
 
     steps: list[tuple[int, bool]] = []
     skipping = At(
-        on_train_batch_start=lambda trainer, _: steps.append((trainer.global_step, seams.skips_backward(trainer)))
+        on_train_batch_start=lambda trainer, _: steps.append((trainer.global_step, loop.skips_backward(trainer)))
     )
     averaging = StochasticWeightAveraging(swa_lrs=1.0, swa_epoch_start=1, annealing_epochs=1)
     module = Normalized()
@@ -566,7 +566,7 @@ class Validations(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, _: Any) -> None:
         if not trainer.sanity_checking:
-            self.places.append((trainer.current_epoch, seams.ready_batches(trainer)))
+            self.places.append((trainer.current_epoch, loop.ready_batches(trainer)))
 
 
 @pytest.mark.parametrize("sized", [True, False])
@@ -578,10 +578,10 @@ def test_with_interval_1_the_epochs_modulo_alone_decides_where_lightning_validat
 
     class At3(int):
         def __rmod__(self, epochs: int) -> int:
-            return 0 if seams.ready_batches(trainer) == 3 else 1
+            return 0 if loop.ready_batches(trainer) == 3 else 1
 
     def stop(trainer: L.Trainer, _: Any) -> None:
-        trainer.should_stop = trainer.current_epoch == 1 and seams.ready_batches(trainer) == 4
+        trainer.should_stop = trainer.current_epoch == 1 and loop.ready_batches(trainer) == 4
 
     def write(trainer: L.Trainer, _: Any) -> None:
         trainer.val_check_interval, trainer.check_val_every_n_epoch = 1, At3(0)
@@ -595,7 +595,7 @@ def test_with_interval_1_the_epochs_modulo_alone_decides_where_lightning_validat
 
 def test_is_logged_tells_what_training_logs_from_what_a_validation_has_left() -> None:
     def ask(trainer: L.Trainer, _: Any) -> None:
-        answers.append([seams.is_logged(trainer, name) for name in ("batch_idx", "val_w")])
+        answers.append([logs.is_logged(trainer, name) for name in ("batch_idx", "val_w")])
         kept.append("val_w" in trainer.callback_metrics)
 
     answers: list[list[bool]] = []
@@ -609,8 +609,8 @@ def test_is_logged_tells_what_training_logs_from_what_a_validation_has_left() ->
 @pytest.mark.parametrize("flags", [{}, {"val_check_interval": 2}, {"check_val_every_n_epoch": 2}])
 def test_validates_now_says_after_which_micro_batches_lightning_validates(flags: dict[str, Any]) -> None:
     def ask(trainer: L.Trainer, _: Any) -> None:
-        if seams.validates_now(trainer):
-            said.append((trainer.current_epoch, seams.ready_batches(trainer)))
+        if loop.validates_now(trainer):
+            said.append((trainer.current_epoch, loop.ready_batches(trainer)))
 
     said: list[Any] = []
     validations = Validations()
@@ -620,12 +620,12 @@ def test_validates_now_says_after_which_micro_batches_lightning_validates(flags:
 
 
 def test_validation_interval_is_what_the_trainer_was_given() -> None:
-    assert [seams.validation_interval(make_trainer(val_check_interval=i)) for i in (None, 1, 0.5)] == [1.0, 1, 0.5]
+    assert [loop.validation_interval(make_trainer(val_check_interval=i)) for i in (None, 1, 0.5)] == [1.0, 1, 0.5]
 
 
 @pytest.mark.skipif(Version(L.__version__) < Version("2.6"), reason="Lightning takes times since 2.6")
 def test_validation_interval_may_be_a_time() -> None:
-    assert seams.validation_interval(make_trainer(val_check_interval="00:00:02:00")) == timedelta(minutes=2)
+    assert loop.validation_interval(make_trainer(val_check_interval="00:00:02:00")) == timedelta(minutes=2)
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -639,7 +639,7 @@ def test_early_stopping_decides_in_its_setup_for_the_epochs_end(told: bool) -> N
 
     looked: list[Any] = []
     stopper = EarlyStopping("val_w", mode="max", patience=9)  # val_w falls: each look after the first one waits
-    tells = At(setup=lambda *_: seams.check_after_validation(stopper) if told else None)
+    tells = At(setup=lambda *_: loop.check_after_validation(stopper) if told else None)
     make_trainer(callbacks=[stopper, tells], max_epochs=2, num_sanity_val_steps=0).fit(Logs(), ones(2), ones(1))
     at_validations = [(0, "validation end"), (0, "epoch end"), (1, "validation end"), (1, "epoch end")]
     at_epoch_ends = [(0, "validation end"), (0, "epoch end"), (0, "validation end"), (0, "epoch end")]
@@ -657,7 +657,7 @@ def test_a_checkpoint_made_before_a_validations_end_is_validated_again_if_it_loo
     made_in: str, changed: bool
 ) -> None:
     def save(trainer: L.Trainer, _: Any) -> None:
-        if seams.ready_batches(trainer) == 2 and not Path("made.ckpt").exists():
+        if loop.ready_batches(trainer) == 2 and not Path("made.ckpt").exists():
             trainer.save_checkpoint("made.ckpt")
 
     def fit(*callbacks: L.Callback, ckpt_path: str | None = None) -> list[tuple[int, int]]:
@@ -669,7 +669,7 @@ def test_a_checkpoint_made_before_a_validations_end_is_validated_again_if_it_loo
     assert fit(At(**{made_in: save})) == [(0, 2), (0, 4)]
     checkpoint = torch.load("made.ckpt")
     if changed:
-        seams.load_inside_validation(checkpoint)
+        loop.load_inside_validation(checkpoint)
     torch.save(checkpoint, "changed.ckpt")
     assert fit(ckpt_path="changed.ckpt") == ([(0, 2), (0, 4)] if changed else [(0, 4)])
 
@@ -678,7 +678,7 @@ def test_random_states_are_put_back_when_asked_and_not_before() -> None:
     def draws() -> list[float]:
         return [torch.rand(()).item(), random.random(), np.random.rand()]
 
-    put_back = seams.remember_rng()
+    put_back = loop.remember_rng()
     first, second = draws(), draws()
     assert len({*first, *second}) == 6
     put_back()
@@ -691,7 +691,7 @@ def test_a_window_that_does_not_end_with_its_epoch_is_closed_by_the_modulo_alone
     def write(trainer: L.Trainer, _: Any) -> None:
         trainer.accumulate_grad_batches = WindowLength(4, opened_at=-1, ends_with_epoch=False)
 
-    ask = At(on_train_batch_start=write, on_train_batch_end=lambda t, _: answers.append(seams.closes_window(t)))
+    ask = At(on_train_batch_start=write, on_train_batch_end=lambda t, _: answers.append(loop.closes_window(t)))
     make_trainer(callbacks=[ask]).fit(ManualPlain(), ones(6))
     assert answers == [False, False, True, False, False, False]
 
@@ -710,13 +710,13 @@ def test_passed_batches_are_those_of_the_epoch_before_where_an_epoch_begins(
 ) -> None:
     one, at_start, at_end = torch.ones(1, dtype=torch.float64), [], []
     ask = At(
-        on_train_epoch_start=lambda trainer, _: at_start.append(seams.passed_batches(trainer)),
-        on_train_epoch_end=lambda trainer, _: at_end.append(seams.passed_batches(trainer)),
+        on_train_epoch_start=lambda trainer, _: at_start.append(loop.passed_batches(trainer)),
+        on_train_epoch_end=lambda trainer, _: at_end.append(loop.passed_batches(trainer)),
     )
     trainer = make_trainer(callbacks=[ask], max_epochs=2)
     trainer.fit(module(), as_given([None if i == empty else one for i in range(5)]))
     assert (at_start, at_end) == ([0, passed], [passed, passed])
-    assert seams.all_batches(trainer) == 2 * (passed + (module is PlainLeaving))
+    assert loop.all_batches(trainer) == 2 * (passed + (module is PlainLeaving))
 
 
 @pytest.mark.parametrize(
@@ -733,16 +733,16 @@ def test_only_a_checkpoint_of_an_epochs_last_micro_batch_skips_the_next_epochs_s
     hook: str, at: int, skipped: bool, passed: int
 ) -> None:
     def save(trainer: L.Trainer, _: Any) -> None:
-        if trainer.current_epoch == 0 and seams.ready_batches(trainer) == at:
+        if trainer.current_epoch == 0 and loop.ready_batches(trainer) == at:
             trainer.save_checkpoint("saved.ckpt")
 
     flags: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0}
     make_trainer(callbacks=[At(**{hook: save})], **flags).fit(Toy(), ones(5), ones(1))
     seen: list[Any] = []
     ask = At(
-        on_train_start=lambda t, _: seen.append((seams.skips_epoch_start(t), seams.passed_batches(t))),
+        on_train_start=lambda t, _: seen.append((loop.skips_epoch_start(t), loop.passed_batches(t))),
         on_train_epoch_start=lambda *_: seen.append("epoch"),
-        on_train_batch_start=lambda t, _: seen.append(seams.ready_batches(t)),
+        on_train_batch_start=lambda t, _: seen.append(loop.ready_batches(t)),
     )
     trainer = make_trainer(callbacks=[ask], **flags)
     trainer.fit(Toy(), ones(5), ones(1), ckpt_path="saved.ckpt")
@@ -760,7 +760,7 @@ def test_the_loggers_x_can_be_set_back_where_an_epoch_has_ended() -> None:
             super().training_step(batch, batch_idx)
             self.log("x", 1.0)
 
-    at_end = At(on_train_epoch_end=lambda trainer, _: seams.set_logger_step(trainer, 2))
+    at_end = At(on_train_epoch_end=lambda trainer, _: logs.set_logger_step(trainer, 2))
     make_trainer(callbacks=[at_end], logger=rows, max_epochs=2).fit(Logs(), ones(3))
     assert [x for x, metrics in rows.rows if "x" in metrics] == [0, 1, 2, 2, 3, 4]
 
@@ -778,12 +778,12 @@ def test_a_loader_set_up_early_is_used_unless_the_fit_resumes() -> None:
 
         def configure_optimizers(self) -> Any:
             assert self.trainer.train_dataloader is None
-            seams.set_up_data(self.trainer)
+            loop.set_up_data(self.trainer)
             assert len(self.trainer.train_dataloader) == self.trainer.num_training_batches == 2
             return super().configure_optimizers()
 
     def fit(**resume: Any) -> L.Trainer:
-        trainer = make_trainer(callbacks=[At(on_fit_start=lambda trainer, _: seams.forget_data(trainer))], max_epochs=2)
+        trainer = make_trainer(callbacks=[At(on_fit_start=lambda trainer, _: loop.forget_data(trainer))], max_epochs=2)
         trainer.fit(Early(), **resume)
         return trainer
 
@@ -800,7 +800,7 @@ def test_a_loader_set_up_early_is_used_unless_the_fit_resumes() -> None:
 def test_a_micro_batch_counts_as_processed_from_its_end_on() -> None:
     answers: list[tuple[str, bool]] = []
     hooks = {
-        name: lambda trainer, _, name=name: answers.append((name, seams.batch_is_processed(trainer)))
+        name: lambda trainer, _, name=name: answers.append((name, loop.batch_is_processed(trainer)))
         for name in ("on_train_batch_start", "on_after_backward", "on_train_batch_end", "on_validation_start")
     }
     trainer = make_trainer(callbacks=[At(**hooks)], num_sanity_val_steps=0, val_check_interval=1)
@@ -834,10 +834,10 @@ def test_a_micro_batch_that_is_entered_as_done_is_not_run_again(enters: bool, em
     data = [None if i == empty else torch.tensor([float(i)], dtype=torch.float64) for i in range(5)]
 
     def save(trainer: L.Trainer, _: Any) -> None:
-        if seams.ready_batches(trainer) == 3:
+        if loop.ready_batches(trainer) == 3:
             checkpoint = trainer._checkpoint_connector.dump_checkpoint()
             if enters:
-                seams.enter_batch_as_done(checkpoint)
+                loop.enter_batch_as_done(checkpoint)
             torch.save(checkpoint, "inside.ckpt")
 
     make_trainer(callbacks=[At(on_after_backward=save)]).fit(Toy(), Resumable(data))
@@ -853,7 +853,7 @@ def test_a_micro_batch_that_is_entered_as_done_is_not_run_again(enters: bool, em
 def test_a_fit_resumes_inside_an_epoch_if_it_was_saved_before_its_last_micro_batch() -> None:
     def ask(ckpt_path: str | None = None, callbacks: Any = ()) -> bool:
         answers: list[bool] = []
-        asking = At(on_train_start=lambda trainer, _: answers.append(seams.resumes_inside_epoch(trainer)))
+        asking = At(on_train_start=lambda trainer, _: answers.append(loop.resumes_inside_epoch(trainer)))
         trainer = make_trainer(max_epochs=2, callbacks=[asking, *callbacks])
         trainer.fit(Toy(), Resumable([torch.ones(1, dtype=torch.float64)] * 3), ckpt_path=ckpt_path)
         (answer,) = answers
@@ -868,7 +868,7 @@ def test_a_fit_resumes_inside_an_epoch_if_it_was_saved_before_its_last_micro_bat
 def test_a_loader_is_resumable_if_lightning_saves_where_it_is() -> None:
     for loader, is_resumable in ((Resumable([torch.ones(1, dtype=torch.float64)] * 3), True), (ones(3), False)):
         answers: list[bool] = []
-        asking = At(on_train_start=lambda trainer, _, to=answers: to.append(seams.loader_is_resumable(trainer)))
+        asking = At(on_train_start=lambda trainer, _, to=answers: to.append(loop.loader_is_resumable(trainer)))
         make_trainer(callbacks=[asking, Saves(1)]).fit(Toy(), loader)
         saved = torch.load("1.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]
         assert answers == ["combined_loader" in saved] == [is_resumable]

@@ -1,0 +1,43 @@
+"""What the loggers and the progress bar get, and at which step of their x-axis."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def logger_step(trainer: Trainer) -> int:
+    """The loggers' x-axis. Fact: the loop adds 1 after each micro-batch at which it "does not accumulate"."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def advance_logger_step(trainer: Trainer) -> None:
+    """Count a window that was closed outside a micro-batch, which the loop cannot know of."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped += 1
+
+
+def set_logger_step(trainer: Trainer, steps: int) -> None:
+    """Say how many windows were closed, where the loop has counted one that an epoch's end has not closed."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = steps
+
+
+def logs_now(trainer: Trainer) -> bool:
+    """Whether a step metric is due, by ``log_every_n_steps``."""
+    return trainer._logger_connector.should_update_logs
+
+
+def log_metrics(trainer: Trainer, metrics: dict[str, Any]) -> None:
+    """Write to all loggers, at the same x as ``self.log``, if a step metric is due; tensors are read only then."""
+    if logs_now(trainer):
+        scalars = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=logger_step(trainer))
+
+
+def is_logged(trainer: Trainer, name: str) -> bool:
+    """Whether the running loop has logged this. Fact: ``trainer.callback_metrics`` keeps what other loops have too."""
+    return name in trainer._logger_connector.metrics["callback"]
