@@ -10,8 +10,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_accum.gradients.buffers import any_gradient
-from lightning_accum.window.weighting import Weight
+from lightning_accum.gradients.buffers import Weight, any_gradient
 
 
 def optimizer_position(

@@ -9,8 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_accum.gradients.buffers import parameters
-from lightning_accum.gradients.distributed import agree
+from lightning_accum.gradients.distributed import ranks_agree
 from lightning_accum.schedule.epoch import micro_batch_size
 from lightning_accum.schedule.factors import Schedule
 from lightning_accum.seams import loop
@@ -115,7 +114,7 @@ def refuse_sync_each_under_offload(trainer: Trainer, sync_each: bool) -> None:
 def refuse_unequal_loaders(trainer: Trainer) -> None:
     """Ranks whose windows would end at different places, and who would wait for each other for ever."""
     batches = trainer.num_training_batches
-    if not agree(trainer, -1 if batches == float("inf") else batches):
+    if not ranks_agree(trainer, -1 if batches == float("inf") else batches):
         raise MisconfigurationException(
             f"The ranks have different numbers of micro-batches per epoch (this one: {batches}), so that their"
             " accumulation windows would end at different places. Use a DistributedSampler, or `limit_train_batches`."
@@ -129,7 +128,7 @@ def refuse_unequal_ends(trainer: Trainer) -> None:
     """
     if trainer.world_size > 1 and trainer.num_training_batches == float("inf"):
         is_last = loop.epoch_is_complete(trainer)
-        if not agree(trainer, float(is_last)):
+        if not ranks_agree(trainer, float(is_last)):
             place = f"{'ends' if is_last else 'goes on'} after micro-batch {loop.ready_batches(trainer) - 1}"
             raise RuntimeError(
                 f"The ranks' loaders have different lengths: this one's {place} of the epoch, where others do not. Give"
@@ -139,6 +138,8 @@ def refuse_unequal_ends(trainer: Trainer) -> None:
 
 def refuse_manual_optimization(module: LightningModule) -> None:
     """A module in manual optimization that nobody accumulates for."""
+    if module.automatic_optimization:
+        return
     name = type(module).__name__
     raise MisconfigurationException(
         f"{name} is in manual optimization, where an AccumulationScheduler needs the mixin: make it"
@@ -174,7 +175,7 @@ def warn_of_rounded_sizes(trainer: Trainer, schedule: Schedule) -> None:
         )
 
 
-def tell_of_dropped_carry(micro_batches: int) -> None:
+def log_dropped_carry(micro_batches: int) -> None:
     """What was carried on, where no epoch follows."""
     rank_zero_info(f"The fit ended inside an accumulation window: its {micro_batches} micro-batch(es) are dropped.")
 
@@ -188,8 +189,10 @@ def warn_of_dropped_window(micro_batches: int) -> None:
     )
 
 
-def warn_of_lost_gradients(reason: str) -> None:
-    """A window that was open when the checkpoint was made, and is of fewer micro-batches for it."""
+def warn_of_lost_gradients(reason: str | None) -> None:
+    """Warn that the window that a checkpoint was made in has lost its gradients, if there is a reason."""
+    if reason is None:
+        return
     rank_zero_warn(
         f"The checkpoint was made inside an accumulation window, without its gradients ({reason}): the window goes on"
         " with the micro-batches that are left, and steps with their mean."
@@ -206,34 +209,25 @@ def warn_of_plain_loader(trainer: Trainer) -> None:
         )
 
 
-class FirstBackward:
-    """Looks once, at a fit's first backward, for an optimizer that steps in a backward hook: it cannot accumulate.
+def warn_failed_backward(micro_batches: int) -> None:
+    """Warn that a window is dropped because one of its backwards failed and the error was caught."""
+    rank_zero_warn(
+        f"A backward failed inside an accumulation window: the {micro_batches} micro-batches before it are dropped with"
+        " it; its incomplete gradients cannot be told from complete ones. The window goes on with the micro-batches"
+        ' that follow. `accumulate_split(..., micro_batch_size="auto")` repeats a batch that runs out of memory.'
+    )
 
-    References:
-        https://github.com/pytorch/tutorials/pull/2568
-    """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._is_due = schedule.largest_factor > 1
-        self._before: list[int] = []
+def warn_of_lost_losses() -> None:
+    """Warn that a ``training_step`` returns losses that nothing is learned from."""
+    rank_zero_warn(
+        "`training_step` returned a loss and never called `self.accumulate(loss)`: under AccumulationMixin"
+        " nothing is learned from it. Call it; to contribute nothing return None."
+    )
 
-    def before(self, optimizers: list[Optimizer]) -> None:
-        """Note how often each parameter was changed in place."""
-        if self._is_due:
-            self._before = self._versions(optimizers)
 
-    def after(self, optimizers: list[Optimizer]) -> None:
-        """Refuse parameters that have changed in between."""
-        if not self._is_due:
-            return
-        self._is_due = False
-        if self._before != self._versions(optimizers):
-            raise MisconfigurationException(
-                "Parameters changed during a backward: an optimizer steps in a hook (optimizer-in-backward), once for"
-                " every micro-batch. Step it once per window instead, or use the accumulation factor 1."
-            )
-
-    @staticmethod
-    def _versions(optimizers: list[Optimizer]) -> list[int]:
-        """Fact: torch counts in `_version` how often a tensor was changed in place."""
-        return [p._version for optimizer in optimizers for p in parameters(optimizer)]
+def outside_training_step(method: str) -> RuntimeError:
+    """Return the error for a call of ``accumulate`` or one of its kin outside ``training_step``."""
+    return RuntimeError(
+        f"`{method}` was called outside `training_step`. Call it in `training_step`, while `Trainer.fit` runs."
+    )
