@@ -67,7 +67,7 @@ class NonFiniteGuard(Callback):
             return
         if self.policy == "raise":
             raise RuntimeError(_complaint(trainer, pl_module, optimizer))
-        optimizer.zero_grad(set_to_none=True)
+        gradients.drop(optimizer)
 
 
 def _is_finite(trainer: Trainer, optimizer: Optimizer) -> bool:

@@ -12,7 +12,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_accum.gradients.precision import LOW_PRECISION
-from lightning_accum.window.weighting import Weight
+
+Weight = float | Tensor
+
+
+def weighs_nothing(weight: Weight | None) -> bool:
+    """Whether a weight is known to be 0: the mean over no items is NaN, and 0 * NaN too. A tensor is not read back."""
+    return not isinstance(weight, Tensor) and weight == 0
 
 
 def parameters(optimizer: Optimizer) -> Iterable[Tensor]:
@@ -53,6 +59,12 @@ def scale(optimizer: Optimizer, factor: Weight) -> None:
             by_device[parameter.grad.device].append(parameter.grad)
     for device, group in by_device.items():
         torch._foreach_mul_(group, factor.to(device) if isinstance(factor, Tensor) else factor)
+
+
+def drop(optimizer: Optimizer) -> None:
+    """Set the optimizer's gradients to None: its step then skips the parameters, weight decay included."""
+    for parameter in parameters(optimizer):
+        parameter.grad = None
 
 
 class Float32Gradients:
@@ -184,9 +196,8 @@ class WindowGradients:
             self._float32.put_back(optimizer, correction)
 
     def drop(self, optimizer: Optimizer) -> None:
-        """Leave nothing to step with: an optimizer passes over parameters without a gradient, weight decay included."""
-        for parameter in parameters(optimizer):
-            parameter.grad = None
+        """Leave nothing to step with."""
+        drop(optimizer)
         if self._float32 is not None:
             self._float32.drop(optimizer)
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-Weight = float | Tensor
-
-
-def weighs_nothing(weight: Weight) -> bool:
-    """Whether a weight is known to be 0: the mean over no items is NaN, and 0 * NaN too. A tensor is not read back."""
-    return not isinstance(weight, Tensor) and weight == 0
+from lightning_accum.gradients.buffers import Weight, weighs_nothing
 
 
 class OptimizerWindow:
