@@ -273,7 +273,8 @@ class AccumulationMixin(OptimizerStep):
             if not window.has_closed:
                 self._step(state, optimizer_idx, in_step=in_step)
         ledger = state.scheduler.ledger
-        ledger.close(skipped=not ledger.has_moved)
+        at = loop.ready_batches(state.trainer) if in_step else None
+        ledger.close(skipped=not ledger.has_moved, trainer=state.trainer, at=at)
         for window in windows:
             window.begin()
 

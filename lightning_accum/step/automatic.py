@@ -13,7 +13,7 @@ from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients import precision
 from lightning_accum.gradients.buffers import WindowGradients, any_gradient, parameters
 from lightning_accum.gradients.distributed import sums
-from lightning_accum.seams import hooks
+from lightning_accum.seams import hooks, loop
 from lightning_accum.window.ledger import Ledger
 from lightning_accum.window.weighting import OptimizerWindow, Weight
 
@@ -142,7 +142,7 @@ class AutomaticWindow:
             loss = sums(trainer, window.loss)[0] / window.weight if trainer.world_size > 1 else window.mean_loss()
             index = ledger.counters.effective_step
             step = EffectiveStep(index, loss, window.weight, window.micro_batches, None, skipped)
-        ledger.close(skipped=skipped or not window.has_moved)
+        ledger.close(skipped=skipped or not window.has_moved, trainer=trainer, at=loop.ready_batches(trainer))
         window.clear()
         window.begin()
         return step

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.window_length import WindowLength
 from lightning_accum.window.weighting import OptimizerWindow
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 @dataclass
@@ -27,6 +31,7 @@ class Ledger:
     def __init__(self) -> None:
         self.counters = Counters()
         self.window: WindowLength | None = None
+        self.flags = TrainerFlags()  # by which the Trainer shows a window that was counted
         self.has_batch = False  # the present micro-batch is in the window, or has closed it
         self.in_backward = False
         # Seen so far, and the place in the epoch up to which; None: not counted.
@@ -74,10 +79,10 @@ class Ledger:
         self.window = WindowLength(length, opened_at, self.counters.effective_step, **how)
         return self.window
 
-    def close(self, *, skipped: bool = False) -> None:
-        """Count the open window; the next micro-batch opens another one."""
-        if self.window is not None:  # there is none where no scheduler hook runs
-            self.window.is_closed = True
+    def close(self, *, skipped: bool = False, trainer: Trainer | None = None, at: int | None = None) -> None:
+        """Count the open window, where so many micro-batches are ready; the next micro-batch opens another one."""
+        if self.window is not None and trainer is not None and self.flags.in_charge(trainer):
+            self.flags.write(trainer, self.window.closed(at))
         self.window = None
         self.counters.effective_step += 1
         self.counters.skipped_steps += skipped

@@ -9,7 +9,7 @@ from lightning_accum.schedule.epoch import epoch_of, micro_batch_size, samples
 from lightning_accum.schedule.factors import PartialWindow, Schedule
 from lightning_accum.seams import hooks, logs, loop
 from lightning_accum.seams.flags import TrainerFlags
-from lightning_accum.seams.window_length import WindowLength
+from lightning_accum.seams.window_length import WindowLength, current_window
 from lightning_accum.window.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Openings:
     def __init__(self, schedule: Schedule, partial_window: PartialWindow, ledger: Ledger, flags: TrainerFlags) -> None:
         self.schedule = schedule
         self._ledger, self._flags = ledger, flags
+        ledger.flags = flags
         self._carries = partial_window == "carry"
         self._ends_with_epoch = partial_window == "average"  # as Lightning's loop would have it
 
@@ -89,6 +90,8 @@ class Openings:
             self._open(trainer, int(window), window.opened_at - passed)
         else:
             self._ledger.window = None
+            if self._flags.in_charge(trainer):  # the loader may begin with None, at which no window opens
+                self._flags.write(trainer, current_window(trainer).closed(None))
 
     def end_epoch(self, trainer: Trainer, *, keeps_window: bool) -> None:
         """Close the books of an epoch, but for a window that is carried on, or kept for a checkpoint."""
