@@ -243,7 +243,7 @@ class AccumulationMixin(OptimizerStep):
         loss, weight, micro_batches = window.mean_loss(), window.weight, window.micro_batches
         window.close()
         step = EffectiveStep(self.effective_step, loss, weight, micro_batches, state.grad_norm, skipped, optimizer_idx)
-        effective_step.tell(state.trainer, self, step)
+        effective_step.notify(state.trainer, self, step)
         return step
 
     def _complete(self, state: FitState, window: OptimizerWindow, optimizer: Optimizer) -> bool:

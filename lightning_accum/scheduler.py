@@ -211,7 +211,7 @@ class AccumulationScheduler(KeptWindow):
         elif self._works_for(trainer, pl_module) and self.ledger.is_stepped:
             step = self._automatic.close(trainer, self.ledger)
             if step is not None:
-                effective_step.tell(trainer, pl_module, step)
+                effective_step.notify(trainer, pl_module, step)
         self._guard_open_window(trainer, pl_module)
 
     @override

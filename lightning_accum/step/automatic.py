@@ -41,7 +41,7 @@ class AutomaticWindow:
     def start(self, trainer: Trainer, module: LightningModule, window: OptimizerWindow) -> None:
         """A fit begins: nothing is pending, and losses are summed only if somebody wants to know."""
         self.window, self._step = window, None
-        self._is_awaited = effective_step.is_awaited(trainer, module)
+        self._is_awaited = effective_step.has_listeners(trainer, module)
 
     def begin_batch(self, weight: Weight) -> None:
         """A micro-batch of this weight begins."""
