@@ -63,8 +63,7 @@ class AccumulationMonitor(AccumulationCallback):
     def _begin_fit(self, trainer: Trainer) -> None:
         if trainer.global_step == 0:
             self._samples, self._place = 0, None
-        others = loop.callbacks(trainer)
-        self._logs_lr = not any(getattr(callback, "logs_learning_rate", False) for callback in others)
+        self._logs_lr = not any(getattr(other, "logs_learning_rate", False) for other in loop.callbacks(trainer))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

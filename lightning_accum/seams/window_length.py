@@ -54,10 +54,11 @@ class WindowLength(int):
     ) -> WindowLength:
         """Create the int with what it knows of its window."""
         self = super().__new__(cls, length)
+        # Past `__setattr__`, which refuses; copies and pickles restore the attributes in the same way.
         vars(self).update(
             opened_at=opened_at,
             index=index,
-            factor=int(length) if factor is None else factor,
+            factor=int(length) if factor is None else factor,  # a plain int, also of another window
             ends_with_epoch=ends_with_epoch,
             closed_at=closed_at,
         )
@@ -69,6 +70,7 @@ class WindowLength(int):
 
     def __rmod__(self, batches: int) -> int:
         """Return how far ``batches`` is into its window: 0 where one opens (or, for a count, where one is full)."""
+        # `int(self)`: the modulo by `self` would come back here.
         return (batches - self.opened_at) % int(self)
 
     @property
