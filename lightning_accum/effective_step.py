@@ -1,4 +1,4 @@
-"""What a closed window reports, and telling it to the module and the callbacks."""
+"""What a closed window reports, and the hook that receives it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ HOOK = "on_effective_step_end"
 
 @dataclass(frozen=True)
 class EffectiveStep:
-    """One closed accumulation window of one optimizer. Tensors stay on the device and are detached.
+    """One closed accumulation window of one optimizer. Tensors are detached and stay on the device.
 
     Args:
-        index: effective steps made before this one (from 0); skipped ones count.
+        index: effective steps before this one (from 0), skipped ones included.
         loss: the window's weighted mean, scalar ``()``, at least float32; neither scaled nor divided by the factor.
-        weight: sum of the weights in the window; micro-batches, where none was given.
+        weight: sum of the weights in the window; without weights, the number of micro-batches.
         micro_batches: contributions on this rank.
-        grad_norm: total norm of the gradient before clipping, scalar ``()``; None if it was not clipped by norm.
-        skipped: whether the weights did not move.
+        grad_norm: total gradient norm before clipping, scalar ``()``; None if the gradient was not clipped by norm.
+        skipped: whether the optimizer step was skipped, so that the weights did not change.
         optimizer_idx: position of the optimizer in ``configure_optimizers``.
     """
 
@@ -39,15 +39,14 @@ class EffectiveStep:
 
 
 def has_listeners(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether anybody defines ``on_effective_step_end``."""
+    """Return whether the module or a callback defines ``on_effective_step_end``; without one no report is needed."""
     return any(callable(getattr(listener, HOOK, None)) for listener in (module, *loop.callbacks(trainer)))
 
 
 def notify(trainer: Trainer, module: LightningModule, step: EffectiveStep) -> None:
-    """Call the module's hook, then the callbacks', where they are defined.
-
-    They run under the name of the Lightning hook around them, so that ``self.log`` works in them as it does there.
-    """
+    """Call ``on_effective_step_end`` of the module, then of each callback that defines it."""
+    # Called directly, not through Lightning's `call`: the surrounding Lightning hook stays the current one, so
+    # `self.log` follows that hook's rules.
     if callable(hook := getattr(module, HOOK, None)):
         hook(step)
     for callback in loop.callbacks(trainer):

@@ -1,17 +1,18 @@
-"""AccumulationMonitor: what accumulation does, as a table, in the loggers and in the progress bar."""
+"""AccumulationMonitor: the accumulation plan as a table, and its figures in the loggers and the progress bar."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_accum.callbacks._base import AccumulationCallback
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.schedule import resolve as plans
+from lightning_accum.schedule import resolve
 from lightning_accum.schedule.epoch import samples
 from lightning_accum.schedule.plan import AccumulationPlan
 from lightning_accum.seams import logs, loop
@@ -23,23 +24,23 @@ if TYPE_CHECKING:
 _TITLE = "Accumulation plan"
 
 
-class AccumulationMonitor(Callback):
-    """Shows the accumulation plan at fit start, and logs each effective step's figures.
+class AccumulationMonitor(AccumulationCallback):
+    """Shows the accumulation plan at fit start and logs the figures of each effective step.
 
-    Once per effective step, where ``Trainer(log_every_n_steps=...)`` says that one is due, it writes to the Trainer's
-    loggers, at the same x as ``self.log``:
+    Once per effective step, where ``Trainer(log_every_n_steps=...)`` makes one due, it writes to the Trainer's loggers,
+    at the same x as ``self.log``:
 
     - ``accumulation/factor``: the scheduled accumulation factor;
-    - ``accumulation/effective_batch_size``: samples really in this window, on all ranks (an epoch's last window may
-      hold fewer); left out, as ``accumulation/samples``, where the loader does not tell its batch size;
+    - ``accumulation/effective_batch_size``: samples in this window, on all ranks (a partial window holds fewer); this
+      and ``accumulation/samples`` are left out if the loader's batch size is unknown;
     - ``accumulation/effective_step``: windows closed so far, this one included;
     - ``accumulation/samples``: samples seen so far, on all ranks;
-    - ``accumulation/lr``: the learning rate of this step, of the first optimizer's first parameter group; left to a
-      `LearningRateScaler`, if there is one.
+    - ``accumulation/lr``: the learning rate of this step, of the first optimizer's first parameter group; a
+      `LearningRateScaler` logs it instead, if there is one.
 
     Args:
-        prog_bar: whether the progress bar shows ``effective_step`` (windows closed so far), ``micro_batch`` and
-            ``window_length`` (micro-batch i of N).
+        prog_bar: whether the progress bar shows ``effective_step`` (windows closed so far) and micro-batch i of N, as
+            ``micro_batch`` and ``window_length``.
 
     Raises:
         MisconfigurationException: at fit start, if there is neither an AccumulationScheduler nor an AccumulationMixin.
@@ -53,20 +54,16 @@ class AccumulationMonitor(Callback):
     def __init__(self, prog_bar: bool = False) -> None:
         self.prog_bar = prog_bar
         self._samples = 0
-        self._place: list[int] | None = None
+        self._place: list[int] | None = None  # epoch and index of the last micro-batch in `_samples`
         self._last_index = -1
-        self._lr: Any = None
+        self._lr: float | Tensor | None = None
         self._logs_lr = True
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        plans.require_scheduler(trainer, pl_module, self)
+    def _begin_fit(self, trainer: Trainer) -> None:
         if trainer.global_step == 0:
             self._samples, self._place = 0, None
-        others = loop.callbacks(trainer)
-        self._logs_lr = not any(getattr(callback, "logs_learning_rate", False) for callback in others)
+        self._logs_lr = not any(getattr(other, "logs_learning_rate", False) for other in loop.callbacks(trainer))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -75,26 +72,26 @@ class AccumulationMonitor(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # Not when a window is told of: a checkpoint may be made before that, and a window of weight 0 is not told of.
+        # Not in `on_effective_step_end`: a checkpoint may be saved earlier, and a window of weight 0 is not reported.
         place = [trainer.current_epoch, batch_idx]
-        if place != self._place:  # a fit that resumes after an error may repeat one
+        if place != self._place:  # a fit that resumes after an error may repeat its last micro-batch
             self._samples += samples(trainer, batch_idx, batch_idx + 1) or 0
             self._place = place
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        # Read before the step: in automatic optimization the LR schedulers have advanced when the step is told.
+        # Before the step: in automatic optimization the LR schedulers have advanced when `on_effective_step_end` runs.
         if optimizer is trainer.optimizers[0]:
             self._lr = optimizer.param_groups[0]["lr"]
 
     def on_effective_step_end(self, trainer: Trainer, pl_module: LightningModule, step: EffectiveStep) -> None:
-        """Log the window once, however many optimizers report it."""
-        if step.index == self._last_index:
+        """Log the window's figures."""
+        if step.index == self._last_index:  # another optimizer has reported the same window
             return
         self._last_index = step.index
         window = current_window(trainer)
         in_window = samples(trainer, window.opened_at, loop.ready_batches(trainer))
-        metrics: dict[str, Any] = {
+        metrics: dict[str, float | Tensor] = {
             "accumulation/factor": window.factor,
             "accumulation/effective_step": step.index + 1,
         }
@@ -113,7 +110,7 @@ class AccumulationMonitor(Callback):
             return
         window = current_window(trainer)
         shown = {
-            "effective_step": window.index + loop.closes_window(trainer),
+            "effective_step": window.index + loop.closes_window(trainer),  # this callback may run before it is counted
             "micro_batch": batch_idx + 1 - window.opened_at,
             "window_length": int(window),
         }
@@ -129,11 +126,10 @@ class AccumulationMonitor(Callback):
 
 
 def _show_plan(trainer: Trainer) -> None:
-    """The plan as a table: drawn with Rich where Lightning draws its own so, else as text in the log."""
-    plan = plans.plan_of(trainer, len(trainer.optimizers))
+    plan = resolve.plan_of(trainer, len(trainer.optimizers))
     if plan is None:
-        schedule = plans.schedule_of(trainer)
-        rank_zero_info(f"{_TITLE}: factor {schedule}; the number of windows is not known beforehand.")
+        schedule = resolve.schedule_of(trainer)
+        rank_zero_info(f"{_TITLE}: factor {schedule}; the number of windows is not known in advance.")
     elif has_rich():
         _draw(plan)
     else:
@@ -141,7 +137,7 @@ def _show_plan(trainer: Trainer) -> None:
 
 
 def has_rich() -> bool:
-    """Whether Rich is installed, with which Lightning then draws its own tables."""
+    """Return whether Rich is installed; Lightning then draws its own tables with it."""
     return find_spec("rich") is not None
 
 

@@ -1,15 +1,14 @@
-"""ValidateEveryNSteps: validation in the user's own unit, effective steps, where an accumulation window ends."""
+"""ValidateEveryNSteps: validation after every n effective steps, at the end of an accumulation window."""
 
 from __future__ import annotations
 
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_accum.schedule import resolve as plan
+from lightning_accum.callbacks._base import AccumulationCallback
 from lightning_accum.seams import loop
 from lightning_accum.seams.window_length import current_window
 
@@ -17,17 +16,17 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class ValidateEveryNSteps(Callback):
+class ValidateEveryNSteps(AccumulationCallback):
     """Validates after every ``n`` effective steps, at window ends, counted over the whole training.
 
-    ``Trainer(val_check_interval=...)`` counts micro-batches: it falls inside windows, and where the factor changes or
-    an epoch ends with a short window, its distance in steps changes. This counts effective steps (closed windows,
-    skipped ones included), over epochs, changes of the factor and resumed fits; it replaces the validation at an
-    epoch's end. ModelCheckpoint and EarlyStopping act after each validation. A fit whose module does not validate, and
-    ``fast_dev_run``, are left as they are.
+    ``Trainer(val_check_interval=...)`` counts micro-batches: it falls inside windows, and its distance in effective
+    steps varies with the factor and with partial windows. This callback counts effective steps (closed windows, skipped
+    ones included) across epochs, changes of the factor and resumed fits. It replaces the validation at the end of an
+    epoch. ModelCheckpoint and EarlyStopping act after each validation. It does nothing in a fit without validation or
+    with ``fast_dev_run``.
 
     Args:
-        n: effective steps from one validation to the next.
+        n: effective steps between validations.
 
     Raises:
         TypeError: ``n`` is not an int.
@@ -55,10 +54,7 @@ class ValidateEveryNSteps(Callback):
     # In the order of a run
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        plan.require_scheduler(trainer, pl_module, self)
+    def _begin_fit(self, trainer: Trainer) -> None:
         _refuse_second_interval(trainer, self.n)
         self._begun = self._done = 0
         if trainer.fast_dev_run or not trainer.enable_validation:  # type: ignore[attr-defined]
@@ -75,27 +71,20 @@ class ValidateEveryNSteps(Callback):
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Before on_validation_end, where checkpoints are made.
+        # Not in `on_validation_end`, where ModelCheckpoint may already have saved.
         self._done = self._begun
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._give_back(trainer)
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._give_back(trainer)
-
-    def _give_back(self, trainer: Trainer) -> None:
+    def _end_fit(self, trainer: Trainer) -> None:
         if self._where is not None:
-            trainer.val_check_interval, trainer.check_val_every_n_epoch = 1.0, 1  # nothing else was accepted
+            trainer.val_check_interval, trainer.check_val_every_n_epoch = 1.0, 1  # `_begin_fit` accepts nothing else
             self._where = None
 
     # Checkpoints
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        # After an exception, at which the flags are given back, only a validation that had begun is known of.
+        # After an exception the Trainer has its flags back, and only a validation that had begun can be owed.
         step = max(self._begun, 0 if self._where is None else self._where.effective_step)
         return {"validated": self._done, "owed": step if step > self._done and step % self.n == 0 else 0}
 
@@ -105,41 +94,43 @@ class ValidateEveryNSteps(Callback):
         if self._where is None or state is None:
             return
         self._begun = self._done = state["validated"]
-        if state["owed"] and state["owed"] % self.n == 0:  # another n may have other places
+        if state["owed"] and state["owed"] % self.n == 0:  # the resumed fit may have another n
             loop.load_inside_validation(checkpoint)
 
 
 class WhereDue(int):
     """``trainer.check_val_every_n_epoch`` while a fit runs: ``epochs % it`` is 0 where a validation is due.
 
-    Lightning asks that after every micro-batch before anything else about validation; ModelCheckpoint asks it too.
-    Everything else sees 0, with which nobody takes an epoch's end for the place of validation. It remembers nothing: a
-    resumed fit answers as the one that made the checkpoint did.
+    Lightning evaluates that after every micro-batch, before any other condition of validation; ModelCheckpoint does
+    too. Everything else sees the int 0, which no check takes for a validation at the end of an epoch. It has no state:
+    in a resumed fit it answers as in the fit that saved the checkpoint.
     """
 
     _trainer: Trainer
     _n: int
 
     def __new__(cls, trainer: Trainer, n: int) -> WhereDue:
-        """Make the int, then remember whom to ask."""
+        """Create the int with the Trainer whose window it reads."""
         self = super().__new__(cls, 0)
         self._trainer, self._n = trainer, n
         return self
 
-    def __getnewargs__(self) -> tuple[Trainer, int]:  # type: ignore[override]  # copies by `__new__`, which takes these
-        """What a copy is made with."""
+    def __getnewargs__(self) -> tuple[Trainer, int]:  # type: ignore[override]  # int's own has one argument
+        """Return the arguments with which `copy` and `pickle` call ``__new__``."""
         return self._trainer, self._n
 
     def __rmod__(self, epochs: int) -> int:
-        """0 where a validation is due."""
+        """Return 0 where a validation is due."""
         return self.effective_step % self._n if self.effective_step else 1
 
     @property
     def effective_step(self) -> int:
-        """Windows closed so far, if the present micro-batch is its window's last one; else 0."""
+        """Windows closed so far, if the current micro-batch closed one; otherwise 0."""
         window, ready = current_window(self._trainer), loop.ready_batches(self._trainer)
-        if ready == window.opened_at:  # a fit resumed between two windows
+        # The fit was resumed between two windows: the next one is announced, and the loop first asks about the last.
+        if ready == window.opened_at:
             return window.index
+        # A closed window stays until the next one opens. If the loader gives None in between, `ready` moves on.
         return window.index + 1 if window.closed_at == ready else 0
 
 
@@ -148,5 +139,6 @@ def _refuse_second_interval(trainer: Trainer, n: int) -> None:
     if not isinstance(interval, float) or (interval, epochs) != (1.0, 1):
         raise MisconfigurationException(
             f"`Trainer(val_check_interval={interval!r}, check_val_every_n_epoch={epochs!r})` and"
-            f" `ValidateEveryNSteps({n})` both say when to validate. Keep one of them, and the other's defaults."
+            f" `ValidateEveryNSteps({n})` both say when to validate. Keep one of them: remove the callback, or leave"
+            " the Trainer's two arguments out."
         )

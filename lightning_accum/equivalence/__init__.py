@@ -1,1 +1,1 @@
-"""Whether the accumulated gradient equals that of the whole batch, and why not."""
+"""Check whether the accumulated gradient equals the whole batch's, and find out why not."""

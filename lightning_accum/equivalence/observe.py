@@ -1,4 +1,4 @@
-"""What happens while a model runs: who draws random numbers, how coarse the numbers get; and leaving it as it was."""
+"""Watch a model while it runs (random draws, buffers, rounding), and leave it as it was."""
 
 from __future__ import annotations
 
@@ -9,37 +9,43 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-OUTSIDE = "loss_fn"  # where no module's forward runs
+OUTSIDE = "loss_fn"  # the name under which draws outside every module's forward are reported
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation, in forward and backward, and which module's forward it belongs to.
+    """Records every operation, in forward and backward, with the module whose forward it belongs to.
 
-    Afterwards ``draws`` names who drew random numbers, ``outputs`` has the sum of the absolute outputs of each module
-    with buffers of its own, and ``dtype`` is the coarsest that numbers were rounded to.
+    Afterwards ``draws`` names the modules that drew random numbers, ``changed`` those whose forward changed their
+    buffers, ``outputs`` has the sum of the absolute outputs of each module with buffers of its own, and ``dtype`` is
+    the coarsest that numbers were rounded to.
 
     Args:
-        modules: by name, those to be told apart.
-        fixed: names of those all of whose draws give the same number, for every item and in every forward.
-        dtype: what the numbers begin with.
+        modules: those to tell apart, by name.
+        fixed: names of modules whose draws all give the same number, for every item and in every forward.
+        dtype: the coarsest of the model's parameters.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], fixed: Collection[str], dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fixed, self.dtype = fixed, dtype
         self.draws: set[str] = set()
+        self.changed: list[str] = []
         self.outputs: dict[str, float] = defaultdict(float)
+        self._modules = modules
         self._names = {module: name for name, module in modules.items()}
-        self._inside = [OUTSIDE]
+        self._inside = [OUTSIDE]  # the forwards under way, innermost last
+        self._before: dict[str, dict[str, Tensor]] = {}  # buffers
         self._hooks = ExitStack()
 
     @override
     def __enter__(self) -> Any:
-        # The hooks are for all modules, so that none of the user's is touched.
+        self._before = {name: _own_buffers(module) for name, module in self._modules.items()}
+        # Global hooks: none is registered on the user's modules.
         self._hooks.enter_context(register_module_forward_pre_hook(self._before_forward))
         self._hooks.enter_context(register_module_forward_hook(self._after_forward, always_call=True))
         return super().__enter__()  # type: ignore[no-untyped-call]
@@ -48,6 +54,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._hooks.close()
+        if exception[0] is None:
+            self.changed = [name for name, module in self._modules.items() if _couples(module, self._before[name])]
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if module in self._names:
@@ -69,32 +77,46 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._inside[-1] in self.fixed:
                 for tensor in tensors:
                     tensor.fill_(0.5)  # an integer becomes 0: an index that exists
-        if (given := _precisions(args)) and (made := _precisions(tensors)):
-            coarsest = max(made, key=_epsilon)
-            if _epsilon(coarsest) > max(_epsilon(self.dtype), min(map(_epsilon, given))):
+        # An operation rounds if its result is coarser than its finest operand.
+        if (given := _precisions(args)) and (returned := _precisions(tensors)):
+            coarsest = max(returned, key=epsilon)
+            if epsilon(coarsest) > max(epsilon(self.dtype), min(map(epsilon, given))):
                 self.dtype = coarsest
         return results
+
+
+def epsilon(dtype: torch.dtype) -> float:
+    """Return the relative size of a rounding error."""
+    return torch.finfo(dtype).eps
 
 
 def _precisions(values: Collection[Any]) -> list[torch.dtype]:
     return [value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 
-def _epsilon(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
+def _own_buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in module._buffers.items() if buffer is not None}
+
+
+def _couples(module: nn.Module, before: dict[str, Tensor]) -> bool:
+    """Return whether one forward of a layer can affect the next one, or its items each other."""
+    if isinstance(module, _BatchNorm) and module.running_mean is None:
+        return True  # it has no buffer to change, and takes the batch's statistics even in eval mode
+    now = _own_buffers(module)
+    return now.keys() != before.keys() or any(not torch.equal(now[name], before[name]) for name in now)
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Run something on a module, whose attributes, tensors and gradients are then as before, bit by bit.
+    """Restore a module's attributes, tensors and gradients, and torch's random generators, bit by bit.
 
-    So are the states of torch's random generators. Inside, there are no gradients yet.
+    Inside, the parameters have no gradients.
     """
     attributes = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     tensors = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = range(torch.cuda.device_count()) if initialized else ()
+    # Reading the generators of CUDA devices would initialize CUDA.
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
         try:
             for parameter, _ in gradients:
@@ -103,10 +125,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
         finally:
             for now, before, buffers in attributes:
                 now.clear()
-                now.update(before)  # modes too
-                now["_buffers"].update(buffers)  # those that were exchanged for others
+                now.update(before)  # includes the training mode
+                now["_buffers"].update(buffers)  # a forward may assign a new tensor instead of changing the old one
             for tensor, value in tensors:
-                if not torch.equal(tensor, value):
+                if not torch.equal(tensor, value):  # NaN never equals itself, and is copied back
                     tensor.detach().copy_(value)
             for parameter, gradient in gradients:
                 parameter.grad = gradient

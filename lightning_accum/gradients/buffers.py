@@ -61,6 +61,12 @@ def scale(optimizer: Optimizer, factor: Weight) -> None:
         torch._foreach_mul_(group, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
+def drop(optimizer: Optimizer) -> None:
+    """Set the optimizer's gradients to None: its step then skips the parameters, weight decay included."""
+    for parameter in parameters(optimizer):
+        parameter.grad = None
+
+
 class Float32Gradients:
     """Adds each micro-batch's gradient to a float32 buffer, and leaves ``.grad`` empty until the window closes.
 
@@ -190,9 +196,8 @@ class WindowGradients:
             self._float32.put_back(optimizer, correction)
 
     def drop(self, optimizer: Optimizer) -> None:
-        """Leave nothing to step with: an optimizer passes over parameters without a gradient, weight decay included."""
-        for parameter in parameters(optimizer):
-            parameter.grad = None
+        """Leave nothing to step with."""
+        drop(optimizer)
         if self._float32 is not None:
             self._float32.drop(optimizer)
 

@@ -1,34 +1,39 @@
-"""The present accumulation window, as the value of ``trainer.accumulate_grad_batches``."""
+"""The current accumulation window, as the value of ``trainer.accumulate_grad_batches``."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
 class WindowLength(int):
-    """The length of one accumulation window: an int that knows where the window opened.
+    """The length of one accumulation window: an immutable int that knows where the window opened.
 
     Lightning asks ``batch_idx % N`` (zero the gradients?) and ``ready % N`` (step?), where N is
-    ``trainer.accumulate_grad_batches``. Python hands ``int % subclass`` to the subclass's ``__rmod__`` first, so that
-    both questions are answered relative to the window's opening. Everything else sees the plain int: ``loss / N``,
-    ``ceil(batches / N)``, comparison, formatting. It lives on the running Trainer only; checkpoints and logs get ints.
+    ``trainer.accumulate_grad_batches``. Python hands ``int % subclass`` to the subclass's ``__rmod__`` first, so both
+    questions are answered relative to where the window opened. Everything else sees the plain int: ``loss / N``,
+    ``ceil(batches / N)``, comparison, formatting. It stays on the Trainer until the next window opens or the next epoch
+    begins; checkpoints and logs get ints.
 
     Args:
         length: micro-batches in this window; its true length where the end of the epoch is known to come first.
-        opened_at: index in its epoch of the window's first micro-batch; negative, if that was in the epoch before.
-        index: effective steps made before this window (from 0).
+        opened_at: index in its epoch of the window's first micro-batch; negative if it opened in the previous epoch.
+        index: effective steps before this window (from 0).
         factor: the factor as scheduled, if the window is shorter or longer.
         ends_with_epoch: whether an epoch's last micro-batch closes the window, full or not.
-        closed_at: micro-batches of its epoch that were begun when the window was counted; None while it is open, or if
-            it was closed between two micro-batches. It stays on the Trainer until the next window opens.
+        closed_at: how many micro-batches of its epoch were ready when the window was counted; None while it is open, or
+            if it was counted between micro-batches.
 
     Example:
         >>> window = WindowLength(4, opened_at=6)
         >>> [batch_idx % window for batch_idx in (6, 7, 8, 9, 10)], 12.0 / window
         ([0, 1, 2, 3, 0], 3.0)
+        >>> window.closed(at=10).closed_at
+        10
     """
 
     opened_at: int
@@ -47,18 +52,34 @@ class WindowLength(int):
         ends_with_epoch: bool = True,
         closed_at: int | None = None,
     ) -> WindowLength:
-        """Make the int, then remember the rest."""
+        """Create the int with what it knows of its window."""
         self = super().__new__(cls, length)
-        self.opened_at, self.index, self.closed_at = opened_at, index, closed_at
-        self.factor, self.ends_with_epoch = int(length) if factor is None else factor, ends_with_epoch
+        # Past `__setattr__`, which refuses; copies and pickles restore the attributes in the same way.
+        vars(self).update(
+            opened_at=opened_at,
+            index=index,
+            factor=int(length) if factor is None else factor,  # a plain int, also of another window
+            ends_with_epoch=ends_with_epoch,
+            closed_at=closed_at,
+        )
         return self
 
+    @override
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"`WindowLength.{name} = {value!r}`: a window is immutable; `closed(at)` returns a copy.")
+
     def __rmod__(self, batches: int) -> int:
-        """How far ``batches`` is into its window: 0 where a window opens (or, for a count, where one is full)."""
+        """Return how far ``batches`` is into its window: 0 where one opens (or, for a count, where one is full)."""
+        # `int(self)`: the modulo by `self` would come back here.
         return (batches - self.opened_at) % int(self)
 
+    @property
+    def end(self) -> int:
+        """Index in its epoch of the first micro-batch after the window."""
+        return self.opened_at + int(self)
+
     def closed(self, at: int | None) -> WindowLength:
-        """Return the same window, counted at a micro-batch."""
+        """Return a copy that says where the window was counted: ``closed_at`` is ``at``."""
         return WindowLength(
             int(self),
             self.opened_at,
@@ -68,25 +89,20 @@ class WindowLength(int):
             closed_at=at,
         )
 
-    @property
-    def end(self) -> int:
-        """Index in its epoch of the first micro-batch after the window."""
-        return self.opened_at + int(self)
-
 
 class NotDue(int):
-    """``trainer.log_every_n_steps`` while a window is open: the same int, whose ``step % it`` is never 0.
+    """``trainer.log_every_n_steps`` while a window is open: the same int, for which ``step % it`` is never 0.
 
-    Lightning's manual mode, LearningRateMonitor and the like ask that for every micro-batch; with the plain value they
+    Lightning's manual mode, LearningRateMonitor and the like ask that at every micro-batch. With the plain value they
     would write one logger row per micro-batch, with repeated values, instead of one per effective step.
     """
 
     def __rmod__(self, step: int) -> int:
-        """Never due."""
+        """Return 1: never due."""
         return 1
 
 
 def current_window(trainer: Trainer) -> WindowLength:
-    """The window that the present micro-batch belongs to; the Trainer's plain factor counts from the epoch's start."""
+    """Return the current micro-batch's window; a plain factor on the Trainer counts from the start of the epoch."""
     value = trainer.accumulate_grad_batches
     return value if isinstance(value, WindowLength) else WindowLength(value)

@@ -1,10 +1,11 @@
-"""One batch in pieces: how many items it holds, and views of so many of them. Knows nothing of a fit."""
+"""A batch as micro-batches: count its items, and cut it into views of so many of them. No Trainer is needed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import ceil
 from typing import Any
@@ -14,18 +15,18 @@ from torch import Tensor
 Slicer = Callable[[Any, int, int], Any]
 
 _WAY_OUT = (
-    " Hand over a batch with `__len__` and slicing; or one with `__len__` from a module that defines"
+    " Pass a batch with `__len__` and slicing; or one with `__len__` from a module that defines"
     " `slice_micro_batch(batch, start, stop)`."
 )
 
 
 def batch_size(batch: Any, dim: int = 0) -> int:
-    """How many items a batch holds.
+    """Return how many items a batch holds.
 
     Args:
         batch: tensors, alone or nested in tuples, lists, mappings and dataclasses; lists of anything; or an object with
-            ``__len__``. Where there are tensors, they tell.
-        dim: the tensors' batch dimension; those that have none are no part of it.
+            ``__len__``. If there are tensors, only they count.
+        dim: the tensors' batch dimension; tensors with fewer dimensions are not counted.
 
     Raises:
         TypeError: nothing in it has a batch dimension.
@@ -36,7 +37,7 @@ def batch_size(batch: Any, dim: int = 0) -> int:
         >>> batch_size({"x": torch.zeros(6, 2), "y": torch.zeros(6), "epoch": 3})
         6
     """
-    sizes = set(_sizes(batch, dim)) or set(_lengths(batch))
+    sizes = {tensor.shape[dim] for tensor in _tensors(batch) if tensor.dim() > dim} or set(_lengths(batch))
     if not sizes:
         raise TypeError(f"`accumulate_split(batch, ...)`: nothing in {_short(batch)} has a batch dimension.{_WAY_OUT}")
     if len(sizes) > 1:
@@ -47,28 +48,37 @@ def batch_size(batch: Any, dim: int = 0) -> int:
     return sizes.pop()
 
 
+def even_sizes(total: int, count: int) -> list[int]:
+    """Return the sizes of ``count`` pieces, as equal as possible, larger ones first.
+
+    Example:
+        >>> even_sizes(10, 4)
+        [3, 3, 2, 2]
+    """
+    return [(total + count - 1 - piece) // count for piece in range(count)]
+
+
 def equal_sizes(total: int, at_most: int) -> list[int]:
-    """The fewest pieces of at most that many items, as equal as possible, the larger ones first.
+    """Return the sizes of the fewest pieces with at most ``at_most`` items each, as equal as possible.
 
     Example:
         >>> equal_sizes(10, 4)
         [4, 3, 3]
     """
-    count = ceil(total / at_most)
-    return [(total + count - 1 - piece) // count for piece in range(count)]
+    return even_sizes(total, ceil(total / at_most))
 
 
 def pieces(batch: Any, sizes: list[int], dim: int = 0, slicer: Slicer | None = None) -> Iterator[Any]:
-    """Cut a batch into pieces of these sizes, one after the other; tensors are views of the batch's own.
+    """Cut a batch into consecutive pieces of these sizes; tensors are views of the batch's own.
 
-    What has no batch dimension is in every piece: None, numbers, strings, tensors of shape ``()``, lists of another
-    length.
+    Parts without a batch dimension are in every piece: None, numbers, strings, tensors of shape ``()``, lists of
+    another length.
 
     Args:
         batch: as for `batch_size`.
         sizes: items of each piece; together all of the batch.
         dim: the tensors' batch dimension.
-        slicer: cuts instead, if given: the items from ``start`` to before ``stop`` of the batch.
+        slicer: cuts instead, if given: returns the items from ``start`` up to, not including, ``stop``.
 
     Example:
         >>> import torch
@@ -81,19 +91,33 @@ def pieces(batch: Any, sizes: list[int], dim: int = 0, slicer: Slicer | None = N
         yield _cut(batch, start, stop, total, dim) if slicer is None else slicer(batch, start, stop)
 
 
+def map_parts(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a container like this one, with the function applied to its parts; return anything else unchanged.
+
+    The class and its other attributes are kept. `apply_to_collection` of lightning_utilities is no replacement: it
+    leaves frozen dataclasses unchanged, and calls every mapping's class with a dict alone.
+    """
+    parts = _parts(batch)
+    if parts is None:
+        return batch
+    new_parts = {name: function(part) for name, part in parts.items()}
+    if isinstance(batch, (list, tuple)):
+        kind = type(batch)
+        return kind(*new_parts.values()) if hasattr(batch, "_fields") else kind(new_parts.values())
+    if isinstance(batch, Mapping):
+        new = copy(batch) if isinstance(batch, MutableMapping) else {}
+        new.update(new_parts)
+        return new
+    return _replace_fields(batch, new_parts)
+
+
 def _cut(batch: Any, start: int, stop: int, total: int, dim: int) -> Any:
     if isinstance(batch, Tensor):
         return batch.narrow(dim, start, stop - start) if batch.dim() > dim else batch
-    if _is_column(batch) and len(batch) == total and not any(True for _ in _tensors(batch)):
+    # A list of tensors is a container of columns, not a column of items.
+    if _is_column(batch) and len(batch) == total and next(_tensors(batch), None) is None:
         return batch[start:stop]
-    if (parts := _parts(batch)) is None:
-        return batch
-    return _rebuild(batch, {name: _cut(part, start, stop, total, dim) for name, part in parts.items()})
-
-
-def _sizes(batch: Any, dim: int) -> Iterator[int]:
-    """The size of every tensor that has the dimension."""
-    return (tensor.shape[dim] for tensor in _tensors(batch) if tensor.dim() > dim)
+    return map_parts(batch, lambda part: _cut(part, start, stop, total, dim))
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
@@ -103,30 +127,28 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
         yield from _tensors(part)
 
 
-def _lengths(batch: Any) -> Iterator[int]:
-    """The length of every column of a batch without tensors. Lists in a list may be columns or items: refused."""
-    if _is_column(batch):
-        if not any(_is_column(item) for item in (_parts(batch) or {}).values()):
-            yield len(batch)
-        return
-    if isinstance(batch, (str, bytes, Tensor)):
-        return
+def _lengths(batch: Any) -> list[int]:
+    """Return the length of every column of a batch without tensors."""
     parts = _parts(batch)
-    if parts is None and hasattr(type(batch), "__len__"):
-        yield len(batch)
-    for part in (parts or {}).values():
-        yield from _lengths(part)
+    if _is_column(batch):
+        # Lists in a list may be columns or items: ambiguous, so their length is not counted.
+        return [] if any(map(_is_column, (parts or {}).values())) else [len(batch)]
+    if parts is not None:
+        return [length for part in parts.values() for length in _lengths(part)]
+    has_items = hasattr(type(batch), "__len__") and not isinstance(batch, (str, bytes, Tensor))
+    return [len(batch)] if has_items else []
 
 
 def _is_column(batch: Any) -> bool:
-    """Whether it is a sequence of items that a slice can be taken of; str and named tuples are none."""
-    if isinstance(batch, (str, bytes, Tensor, Mapping)) or hasattr(batch, "_fields") or isinstance(batch, type):
+    """Return whether a slice of it holds some of its items."""
+    # A slice of a string or of a named tuple is not a batch of fewer items.
+    if isinstance(batch, (str, bytes, Tensor, Mapping, type)) or hasattr(batch, "_fields"):
         return False
     return hasattr(type(batch), "__len__") and hasattr(type(batch), "__getitem__")
 
 
 def _parts(batch: Any) -> dict[Any, Any] | None:
-    """What is in a container, by name or position; None for anything else."""
+    """Return what a container holds, by key, position or field; None for anything else."""
     if isinstance(batch, Mapping):
         return dict(batch)
     if isinstance(batch, (list, tuple)):
@@ -136,19 +158,14 @@ def _parts(batch: Any) -> dict[Any, Any] | None:
     return None
 
 
-def _rebuild(batch: Any, parts: dict[Any, Any]) -> Any:
-    """A container like this one, with other parts; the class and what else it holds are kept."""
-    if isinstance(batch, (list, tuple)):
-        kind = type(batch)
-        return kind(*parts.values()) if hasattr(batch, "_fields") else kind(parts.values())
-    if isinstance(batch, Mapping):
-        new = copy(batch) if isinstance(batch, MutableMapping) else {}
-        for key, part in parts.items():
-            new[key] = part
-        return new
-    new = copy(batch)
-    for name, part in parts.items():
-        object.__setattr__(new, name, part)  # frozen ones too
+def _replace_fields(batch: Any, values: dict[str, Any]) -> Any:
+    new = copy(batch)  # not `dataclasses.replace`, which refuses fields that `__init__` does not take
+    for name, value in values.items():
+        object.__setattr__(new, name, value)  # works for frozen dataclasses too
+    for kind in type(batch).__mro__:
+        for name, value in vars(kind).items():
+            if isinstance(value, cached_property):  # computed from the old fields
+                new.__dict__.pop(name, None)
     return new
 
 

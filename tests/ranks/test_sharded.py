@@ -116,7 +116,7 @@ def test_all_ranks_skip_a_window_whose_gradient_is_spoilt_in_the_shards_of_one(r
 
 def test_each_rank_says_which_of_its_shards_are_spoilt(ranks: list[Seen]) -> None:
     messages = [rank["spoilt, raise"] for rank in ranks]
-    assert "effective step 0 is inf or NaN in the part of another rank. Look" in messages[0]
+    assert "effective step 0 is inf or NaN in the shards of another rank. Look" in messages[0]
     assert "effective step 0 is inf or NaN in net.0.weight, net.0.bias" in messages[1]
 
 

@@ -116,7 +116,7 @@ def test_log_works_in_the_hook_as_in_the_lightning_hook_around_it(door: type[Toy
 
 
 @DOORS
-def test_it_has_listeners_by_whoever_defines_it(door: type[Toy]) -> None:
+def test_whatever_defines_the_hook_is_a_listener(door: type[Toy]) -> None:
     quiet, told = make_trainer(callbacks=[AccumulationScheduler(2)]), []  # type: ignore[var-annotated]
     assert not has_listeners(quiet, door())
     assert has_listeners(quiet, listening(door, told))

@@ -128,13 +128,13 @@ epochs  factor  windows per epoch  last window  from effective step
         {0: 1, 2: 4},
         {"max_epochs": 1},
         items(6, 2, sized=False),
-        "Accumulation plan: factor 1 from epoch 0, 4 from epoch 2; the number of windows is not known beforehand.",
+        "Accumulation plan: factor 1 from epoch 0, 4 from epoch 2; the number of windows is not known in advance.",
     ),
     "unsized, with max_steps": (
         2,
         {"max_epochs": 1, "max_steps": 1},
         items(6, 2, sized=False),
-        "Accumulation plan: factor 2 from epoch 0; the number of windows is not known beforehand.",
+        "Accumulation plan: factor 2 from epoch 0; the number of windows is not known in advance.",
     ),
 }
 

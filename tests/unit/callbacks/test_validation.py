@@ -170,6 +170,14 @@ def test_nor_does_one_between_windows_of_one_micro_batch(door: type[Toy]) -> Non
     assert validated(door(), as_given([one, None, one]), 1, 1).seen == [(0, 0, 1), (0, 2, 2)]
 
 
+def test_a_window_carried_over_the_end_of_an_epoch_is_validated_where_it_is_full() -> None:
+    places = Places()
+    callbacks = [AccumulationScheduler(2, partial_window="carry"), ValidateEveryNSteps(1), places]
+    make_trainer(callbacks=callbacks, max_epochs=2).fit(ManualToy(), ones(3), ones(1))
+    assert places.seen == [(0, 1, 1), (1, 0, 2), (1, 2, 3)]
+    assert places.weights == [-1.0, -2.0, -3.0]
+
+
 class StopsAfter(L.Callback):
     """Asks for the training's end inside a window, which the mixin then closes."""
 

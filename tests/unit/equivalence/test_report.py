@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -547,6 +549,37 @@ def test_the_module_cuts_a_batch_of_its_own_kind() -> None:
     report = check(Cutting(6, 1), Rows(batch()[0]), lambda net, rows: net(rows.x).exp().mean())
     assert report.equal
     assert report.dtype == torch.float32  # nobody can cast it
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    y: Tensor
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """A mapping that cannot be made of a dict alone."""
+
+    def __init__(self, data: dict[str, Tensor], encodings: str) -> None:
+        super().__init__(data)
+        self.encodings = encodings
+
+
+@pytest.mark.parametrize("kind", [Frozen, Encoding])
+def test_batches_of_their_own_class_are_cut_cast_and_left_alone(kind: Any) -> None:
+    x, y = batch()
+    data = Frozen(x, y) if kind is Frozen else Encoding({"x": x, "y": y}, "encodings")
+    before = x.clone()
+
+    def in_place(model: nn.Module, batch: Any) -> Tensor:
+        assert type(batch) is kind
+        x, y = (batch.x, batch.y) if kind is Frozen else (batch["x"], batch["y"])
+        return mean(model, (x.mul_(2), y))
+
+    report = check(mlp(), data, in_place)
+    assert report.equal
+    assert report.dtype == torch.float64
+    assert torch.equal(x, before)
 
 
 # Arguments, and what is printed

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from lightning_accum.seams.window_length import NotDue, WindowLength, current_window
 
 QUICK = settings(deadline=None, derandomize=True)
-WINDOW = WindowLength(4, opened_at=3, index=7)
+WINDOW = WindowLength(4, opened_at=3, index=7, factor=5, ends_with_epoch=False, closed_at=7)
 
 
 @QUICK
@@ -53,7 +53,24 @@ def test_copies_keep_where_the_window_opened(keep: Callable[[WindowLength], Any]
     kept = keep(WINDOW)
     assert type(kept) is WindowLength
     assert (int(kept), kept.opened_at, kept.index) == (4, 3, 7)
+    assert (kept.factor, kept.ends_with_epoch, kept.closed_at) == (5, False, 7)
     assert (7 % kept, operator.mod(7, kept)) == (0, 0)
+
+
+def test_a_closed_copy_says_where_and_nothing_else_is_different() -> None:
+    window = WindowLength(4, -2, 7, factor=5, ends_with_epoch=False)
+    closed = window.closed(at=2)
+    assert (window.closed_at, closed.closed_at, closed.closed(at=None).closed_at) == (None, 2, None)
+    assert {**vars(closed), "closed_at": None} == vars(window)
+    assert type(closed) is WindowLength
+    assert closed == 4
+
+
+def test_a_window_is_immutable() -> None:
+    for name in vars(WINDOW):
+        with pytest.raises(AttributeError, match=rf"`WindowLength\.{name} = 1`: a window is immutable; `closed\(at\)`"):
+            setattr(WINDOW, name, 1)
+    assert (WINDOW.opened_at, WINDOW.index, WINDOW.closed_at) == (3, 7, 7)
 
 
 @pytest.mark.parametrize(

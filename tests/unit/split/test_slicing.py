@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_accum.split.slicing import batch_size, equal_sizes, pieces
+from lightning_accum.split.slicing import batch_size, equal_sizes, even_sizes, map_parts, pieces
 
 Pair = namedtuple("Pair", "x y")
 
@@ -30,6 +31,15 @@ class BatchEncoding(UserDict):  # type: ignore[type-arg]
 class Sample:
     x: Tensor
     note: str = "a note"
+
+
+@dataclass
+class Tokens:
+    ids: Tensor
+
+    @cached_property
+    def mask(self) -> Tensor:
+        return self.ids > 0
 
 
 class Items:
@@ -147,8 +157,38 @@ def test_another_batch_dimension_may_be_given() -> None:
     assert torch.equal(second[2], batch[2])  # it has no such dimension
 
 
+def test_what_a_dataclass_has_computed_from_its_fields_is_computed_again() -> None:
+    batch = Tokens(x())
+    assert batch.mask.shape == (5, 2)
+    first, second = pieces(batch, [3, 2])
+    assert torch.equal(first.mask, x()[:3] > 0)
+    assert torch.equal(second.mask, x()[3:] > 0)
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_parts_are_replaced_in_a_container_of_the_same_class(name: str) -> None:
+    batch = STRUCTURES[name]
+
+    def copied(part: Any) -> Any:
+        return part.clone() if isinstance(part, Tensor) else map_parts(part, copied)
+
+    result = copied(batch)
+    assert type(result) is (dict if name == "read-only mapping" else type(batch))
+    assert plain(result) == plain(batch)
+    if isinstance(batch, BatchEncoding):
+        assert result.encodings == "encodings"
+
+
 def test_a_slicer_cuts_instead() -> None:
     assert list(pieces("abcde", [3, 2], slicer=lambda batch, start, stop: batch[start:stop])) == ["abc", "de"]
+
+
+@given(total=st.integers(0, 500), count=st.integers(1, 100))
+def test_sizes_are_as_many_as_asked_for_and_as_equal_as_possible(total: int, count: int) -> None:
+    sizes = even_sizes(total, count)
+    assert (len(sizes), sum(sizes)) == (count, total)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
 
 
 @given(total=st.integers(0, 500), at_most=st.integers(1, 100))
