@@ -148,8 +148,8 @@ class AccumulationScheduler(KeptWindow):
             pl_module._accumulation_start()
         checks.refuse_unequal_loaders(trainer)
         schedule = self._openings.schedule
-        checks.warn_of_plain_loader(trainer)
-        checks.warn_of_rounded_sizes(trainer, schedule)
+        advice.warn_of_plain_loader(trainer)
+        advice.warn_of_rounded_sizes(trainer, schedule)
         advice.warn_of_short_epochs(trainer, schedule, self.partial_window)
         advice.warn_of_batch_norm(trainer, pl_module, schedule)
         self._if_unweighted = advice.unequal_micro_batches(trainer, schedule, self.partial_window)
@@ -231,7 +231,7 @@ class AccumulationScheduler(KeptWindow):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self.partial_window == "carry" and self.ledger.is_pending:
-            checks.tell_of_dropped_carry(self.ledger.optimizer(0).micro_batches)
+            advice.log_dropped_carry(self.ledger.optimizer(0).micro_batches)
             self.drop_window(trainer)
         self._drop_what_is_left_open(trainer)
         self._end(trainer, pl_module)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback
 from typing_extensions import override
 
-from lightning_accum.checks import refusals as checks
+from lightning_accum.checks import advice
 from lightning_accum.gradients.buffers import WindowGradients
 from lightning_accum.seams import hooks
 from lightning_accum.seams.flags import TrainerFlags
@@ -60,7 +60,7 @@ class KeptWindow(Callback):
     def _drop_what_is_left_open(self, trainer: Trainer) -> None:
         """Drop a window that the loop has left in automatic optimization, where nobody steps for it."""
         if self.ledger.window is not None and (dropped := self._automatic.window.micro_batches):
-            checks.warn_of_dropped_window(dropped)
+            advice.warn_of_dropped_window(dropped)
             self.drop_window(trainer)
 
     def drop_window(self, trainer: Trainer) -> None:
@@ -110,4 +110,4 @@ class KeptWindow(Callback):
         if "pending" in state and pending.fits(trainer, state["pending"]):
             pending.unpack(trainer, self.ledger, self.gradients, state["pending"])
         elif (reason := pending.lost(state)) is not None:
-            checks.warn_of_lost_gradients(reason)
+            advice.warn_of_lost_gradients(reason)

@@ -168,7 +168,7 @@ def means(fit: Fit, windows: list[Window]) -> list[float]:
     return [-sum(batches[index] for _, index in window.places) / len(window.places) for window in windows]
 
 
-QUIET = pytest.mark.filterwarnings("ignore:.*are no multiple of.*")
+QUIET = pytest.mark.filterwarnings("ignore:.*are not a multiple of.*")
 DRAWN = settings(
     phases=[Phase.generate],
     report_multiple_bugs=False,
