@@ -92,6 +92,7 @@ def check_no_gradients(optimizer: Optimizer) -> None:
 
 def check_not_zeroed(optimizer: Optimizer) -> None:
     """Raise if an open window has lost its gradients."""
+    # Only `set_to_none=True` is seen: the zeros of `set_to_none=False` look like gradients.
     if not any_gradient(optimizer):
         raise RuntimeError(
             "The gradients of an open accumulation window are gone: `zero_grad()` was called by hand, or a hook set"
@@ -117,10 +118,11 @@ def as_weight(weight: object, device: torch.device, name: str = "weight") -> flo
     if isinstance(weight, Tensor):
         if weight.dim() != 0:
             raise ValueError(f"`{name}`: a tensor weight must have shape (), got {tuple(weight.shape)}. Sum it first.")
+        # MPS has no float64. Elsewhere sums of token counts stay exact, which they are in float32 only up to 2**24.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         # Its value is not checked: reading it would make the host wait for the device in every micro-batch.
         return weight.detach().to(device, dtype, non_blocking=True)
-    if isinstance(weight, bool) or not isinstance(weight, Real):
+    if isinstance(weight, bool) or not isinstance(weight, Real):  # numpy's scalars are `Real` too
         raise TypeError(f"`{name}` must be an int, a float or a tensor of shape (), got {weight!r}.")
     weight = float(weight)
     if not math.isfinite(weight) or weight < 0:

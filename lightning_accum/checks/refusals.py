@@ -39,6 +39,7 @@ def refuse_schedule_as_flag(trainer: Trainer) -> None:
 
 def refuse_second_scheduler(trainer: Trainer) -> None:
     """Raise if another callback also sets the accumulation factor."""
+    # Lightning's own writes the same flag at every epoch's start, over the window that ours has written.
     callbacks = loop.callbacks(trainer)
     names = [type(c).__name__ for c in callbacks if is_scheduler(c) or isinstance(c, GradientAccumulationScheduler)]
     if len(names) > 1:
@@ -97,6 +98,7 @@ def refuse_sync_each_under_offload(trainer: Trainer, sync_each: bool) -> None:
 def refuse_unequal_loaders(trainer: Trainer) -> None:
     """Raise if the ranks' epochs differ in length: their windows would end at different places and deadlock."""
     batches = trainer.num_training_batches
+    # -1 stands for an unknown length, which `refuse_unequal_ends` watches during the epoch.
     if not agree(trainer, -1 if batches == float("inf") else batches):
         raise MisconfigurationException(
             f"The ranks have different numbers of micro-batches per epoch (this one: {batches}), so their"
@@ -130,19 +132,20 @@ def refuse_manual_optimization(module: LightningModule) -> None:
 def refuse_closure_optimizers(optimizers: list[Optimizer], schedule: Schedule, manual: bool) -> None:
     """Raise if an optimizer evaluates the loss again in its step: it would see only the last micro-batch."""
     for optimizer in optimizers:
+        # Every optimizer accepts a closure; one without a default for it needs it, and the mixin's step has none.
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is None or closure.default is not inspect.Parameter.empty:
             continue
         if manual or schedule.largest_factor > 1:
             raise MisconfigurationException(
-                f"{type(optimizer).__name__} calls a closure that evaluates the loss again, but only for the"
-                " window's last micro-batch. Use it in automatic optimization with factor 1, or another optimizer."
+                f"{type(optimizer).__name__} calls a closure that evaluates the loss again, with the window's"
+                " last micro-batch only. Use it in automatic optimization with factor 1, or another optimizer."
                 f" The schedule is: {schedule}."
             )
 
 
 class FirstBackward:
-    """Looks once, at a fit's first backward, for an optimizer that steps in a backward hook: it cannot accumulate.
+    """Watches a fit's first backward for an optimizer that steps in a backward hook, and so cannot accumulate.
 
     References:
         https://github.com/pytorch/tutorials/pull/2568
@@ -153,22 +156,22 @@ class FirstBackward:
         self._before: list[int] = []
 
     def before(self, optimizers: list[Optimizer]) -> None:
-        """Note how often each parameter was changed in place."""
+        """Record how often each parameter has been changed in place."""
         if self._is_due:
             self._before = self._versions(optimizers)
 
     def after(self, optimizers: list[Optimizer]) -> None:
-        """Refuse parameters that have changed in between."""
+        """Raise if a parameter has changed since `before`."""
         if not self._is_due:
             return
         self._is_due = False
         if self._before != self._versions(optimizers):
             raise MisconfigurationException(
-                "Parameters changed during a backward: an optimizer steps in a hook (optimizer-in-backward), once for"
+                "Parameters changed during backward: an optimizer steps in a hook (optimizer-in-backward), once for"
                 " every micro-batch. Step it once per window instead, or use the accumulation factor 1."
             )
 
     @staticmethod
     def _versions(optimizers: list[Optimizer]) -> list[int]:
-        """Fact: torch counts in `_version` how often a tensor was changed in place."""
+        # Fact: torch counts in `_version` how often a tensor was changed in place.
         return [p._version for optimizer in optimizers for p in parameters(optimizer)]

@@ -72,6 +72,7 @@ class Schedule:
 
     def factor_at(self, position: int) -> int:
         """Return the factor at a position (from 0) in the schedule's own unit."""
+        # The last start that is not after the position.
         return self.factors[bisect_right(self.starts, position) - 1]
 
     def next_start(self, position: int) -> int | None:
@@ -103,6 +104,7 @@ def requested(scheduling: Given | None, effective_batch_size: Given | None, inte
         return Schedule.parse(scheduling, interval)
     if effective_batch_size is not None and scheduling is None:
         return Schedule.of_sizes(effective_batch_size, interval)
+    # The call in the error shows neither argument where neither was given.
     given = {"scheduling": scheduling, "effective_batch_size": effective_batch_size} if scheduling is not None else {}
     raise MisconfigurationException(
         f"`{_call(**given)}`: give one of the two, `scheduling` (micro-batches per window) or `effective_batch_size`"
@@ -117,6 +119,7 @@ def factor_for(effective_batch_size: int, micro_batch_size: int, ranks: int = 1)
         >>> factor_for(32, 8), factor_for(32, 4), factor_for(32, 4, ranks=2), factor_for(33, 8)
         (4, 8, 4, 5)
     """
+    # Ceiling in ints: the float division of `math.ceil(a / b)` is inexact for large numbers.
     return -(-effective_batch_size // (micro_batch_size * ranks))
 
 
@@ -150,11 +153,12 @@ class _Argument:
             raise ValueError(
                 f"{self._call}: empty. Give {{start: {self.what.split()[-1]}}}, for example {{0: 1, 5: 4}}, or an int."
             )
+        # Keys 1 and "1" are different in the mapping and the same start.
         pairs = [(self._start(key), number) for key, number in self.value.items()]
         given = {start: self._number(n, f"{self.what} from {self.interval} {start} on") for start, n in pairs}
         if len(given) < len(pairs):
             raise ValueError(f"{self._call}: a start is given twice, as a number and as a string.")
-        by_start = {0: 1, **given}
+        by_start = {0: 1, **given}  # without a start 0 the fit begins without accumulation
         starts = sorted(by_start)
         return tuple(starts), tuple(by_start[start] for start in starts)
 
@@ -167,6 +171,7 @@ class _Argument:
                 f"{self._call}: the start {key!r} is not a number. There is one factor for all optimizers. To step an"
                 " optimizer less often, call `accumulate` for it only in the windows that are meant for it."
             )
+        # For Python `True` is the int 1: `{True: 2}` would silently start at 1.
         if isinstance(key, bool) or not isinstance(key, int):
             raise TypeError(f"{self._call}: a start must be an int ({self.interval}s, from 0), got {key!r}.")
         if key < 0:

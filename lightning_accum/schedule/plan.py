@@ -38,8 +38,9 @@ class AccumulationPlan:
         return [(*header, *in_samples), *map(self._cells, self.rows)]
 
     def _cells(self, row: Stretch) -> tuple[str, ...]:
+        # Carried windows close more often in some epochs than in others, so a row shows the range.
         windows, rests = zip(*row.each_epoch(), strict=True)
-        if self.partial_window == "average":  # a full last window leaves no rest, but is one of `factor` micro-batches
+        if self.partial_window == "average":  # a last window without a rest is a full one
             rests = tuple(rest or row.factor for rest in rests)
         in_samples = (row.factor * self.samples_per_factor, row.first_sample) if self.samples_per_factor else ()
         return (

@@ -87,7 +87,7 @@ def schedule_of(trainer: Trainer) -> Schedule:
     """Return the AccumulationScheduler's schedule with this fit's factors, or the Trainer's constant factor."""
     scheduler = _scheduler(trainer)
     if scheduler is None:
-        return Schedule.parse(int(trainer.accumulate_grad_batches))
+        return Schedule.parse(int(trainer.accumulate_grad_batches))  # a plain int, not a `WindowLength`
     return resolve(scheduler.schedule, trainer)
 
 
@@ -148,6 +148,7 @@ def accumulation_plan(
         >>> plan.effective_steps
         26
     """
+    # None is accepted for sizes only: without them the plan has no columns in samples.
     sizes = {"micro_batch_size": micro_batch_size, "last_micro_batch_size": last_micro_batch_size}
     given = {name: size for name, size in sizes.items() if size is not None}
     for name, number in {"batches": batches, "epochs": epochs, "ranks": ranks, **given}.items():
@@ -166,7 +167,7 @@ def accumulation_plan(
 
 
 def _parse_scheduler(scheduler: Scheduled | int | Mapping[int, int]) -> tuple[Schedule, PartialWindow]:
-    if isinstance(scheduler, (int, Mapping)):
+    if isinstance(scheduler, (int, Mapping)):  # automatic optimization: an epoch's end steps
         return Schedule.parse(scheduler), "average"
     if is_scheduler(scheduler):
         return scheduler.schedule, scheduler.partial_window
@@ -179,6 +180,7 @@ def _parse_scheduler(scheduler: Scheduled | int | Mapping[int, int]) -> tuple[Sc
 def limits(trainer: Trainer, num_optimizers: int) -> tuple[float, float]:
     """Return the epochs and effective steps after which the fit ends; ``inf`` where nothing limits it."""
     epochs = inf if trainer.max_epochs in (None, -1) else max(int(trainer.max_epochs or 0), 1)
+    # The fit ends with the window in which the last counted step lies, so a part of a window counts as one.
     return epochs, inf if trainer.max_steps == -1 else ceil(trainer.max_steps / num_optimizers)
 
 
@@ -216,7 +218,7 @@ def estimated_stepping_batches(trainer: Trainer, *, num_optimizers: int = 1) -> 
         https://github.com/Lightning-AI/pytorch-lightning/pull/11599
     """
     positive_int(num_optimizers, f"estimated_stepping_batches(num_optimizers={num_optimizers!r})")
-    loop.set_up_data(trainer)
+    loop.set_up_data(trainer)  # `configure_optimizers` runs before Lightning sets the loader up
     plan = plan_of(trainer, num_optimizers)
     if plan is not None:
         return plan.effective_steps

@@ -90,7 +90,7 @@ def walk(
     while place.epoch < epochs and place.step < max_windows:
         count = place.equal_epochs(epochs - place.epoch)
         if count == inf:
-            yield place.take(place.batches)
+            yield place.take(place.batches)  # no bound is ever reached: all epochs that follow are this one
             return
         if count > 0:
             yield place.take(place.batches, int(count))
@@ -112,7 +112,7 @@ class _Place:
         self.schedule, self.size, self.max_windows = schedule, size, max_windows
         self.averages, self.carries = partial_window == "average", partial_window == "carry"
         self.batches = int(size.batches)
-        self.epoch = self.at = self.step = self.held = 0
+        self.epoch = self.at = self.step = self.held = 0  # `held`: micro-batches in a window that is carried on
         self._last_factor = 0
 
     @property
@@ -135,7 +135,7 @@ class _Place:
         Each bound stays one below the next change, so the epoch of a change is always left to `take_epoch`.
         """
         position = self.position
-        if self.factor != self.schedule.factor_at(position):
+        if self.factor != self.schedule.factor_at(position):  # a carried window is still open with another factor
             return 0
         change = self.schedule.next_start(position)
         count = min(left, self._epochs_within(self.max_windows - self.step - 1))
@@ -153,6 +153,7 @@ class _Place:
         if windows == inf:
             return inf
         if self.carries:
+            # The largest k with (held + k * batches) // factor <= windows.
             return ((windows + 1) * self.factor - 1 - self.held) // self.batches
         per_epoch = self.batches // self.factor + (self.averages and self.batches % self.factor > 0)
         return windows // per_epoch if per_epoch else inf
@@ -172,6 +173,7 @@ class _Place:
         change = self.schedule.next_start(self.position)
         if change is None or self.schedule.interval == "epoch":
             return at_most
+        # The window in which the change lies keeps the old factor, so their number is rounded up.
         per_window = 1 if self.schedule.interval == "step" else self.factor * self.size.seen(1)
         return min(-(-(change - self.position) // per_window), at_most)
 
@@ -195,6 +197,7 @@ class _Place:
             first_step=self.step,
             first_sample=self.samples,
         )
+        # `at` is 0 for whole epochs, and a part of an epoch never passes its end.
         ended, self.at = divmod(self.at + epochs * batches, self.batches)
         self.epoch, self.step, self._last_factor = self.epoch + ended, self.step + windows, factor
         self.held = rest if self.carries else 0

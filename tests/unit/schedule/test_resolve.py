@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_accum import AccumulationScheduler, estimated_stepping_batches
 from lightning_accum.schedule.factors import Schedule
-from lightning_accum.schedule.resolve import arithmetic
+from lightning_accum.schedule.resolve import arithmetic, resolve
 
 Interval = Any
 
@@ -225,3 +226,35 @@ def test_one_line_at_fit_start_says_the_arithmetic(
     records = [record for record in caplog.records if record.getMessage().startswith("Gradient accumulation")]
     assert [(record.getMessage(), record.levelno) for record in records] == [(line, logging.INFO)]
     assert arithmetic(trainer, Schedule.parse({5: 4})) == line
+
+
+# Factors from sizes
+
+
+def trainer_with(loader: Any, ranks: int = 1) -> Any:
+    return SimpleNamespace(train_dataloader=loader, world_size=ranks)
+
+
+def test_sizes_become_factors_by_the_loader_and_the_ranks() -> None:
+    trainer = trainer_with(SimpleNamespace(batch_size=4), ranks=2)
+    schedule = resolve(Schedule.of_sizes({0: 32, 3: 33}, "epoch"), trainer)
+    assert (schedule.starts, schedule.factors, schedule.sizes) == ((0, 3), (4, 5), (32, 33))
+    assert resolve(schedule, trainer) == schedule
+    given = Schedule.parse({0: 2, 3: 4}, "sample")
+    assert resolve(given, trainer) is given
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (Schedule.of_sizes(32, "epoch"), r"effective_batch_size=32\)` needs.*or give `scheduling`"),
+        (Schedule.of_sizes({0: 32, 3: 64}, "epoch"), r"effective_batch_size=\{0: 32, 3: 64\}\)` needs"),
+        (Schedule.parse({9: 4}, "sample"), r"interval='sample'\)` needs.*`batch_size`, or give.*`interval='step'`"),
+    ],
+    ids=["size", "sizes", "samples"],
+)
+def test_samples_of_a_loader_without_a_batch_size_are_refused(schedule: Schedule, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        resolve(schedule, trainer_with([]))
+    by_steps = Schedule.parse({9: 4}, "step")
+    assert resolve(by_steps, trainer_with([])) is by_steps
