@@ -10,6 +10,7 @@ from lightning_accum.schedule.factors import PartialWindow, Schedule
 from lightning_accum.schedule.walk import Stretch, merge, walk
 
 _PARTIAL_WINDOW = {"average": "last window", "drop": "dropped", "carry": "carried on"}
+_SHOWN_ROWS = 20  # about a screen; `AccumulationMonitor` shows the table at fit start
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,15 @@ class AccumulationPlan:
         return sum(row.windows for row in self.rows)
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Return the table's cells: its header, then its rows."""
+        """Return the table's cells: its header, then its rows; of a long table the first rows and the last one."""
         in_samples = ("effective batch", "from sample") if self.samples_per_factor else ()
-        header = ("epochs", "factor", "windows per epoch", _PARTIAL_WINDOW[self.partial_window], "from effective step")
-        return [(*header, *in_samples), *map(self._cells, self.rows)]
+        named = ("epochs", "factor", "windows per epoch", _PARTIAL_WINDOW[self.partial_window], "from effective step")
+        header = (*named, *in_samples)
+        if len(self.rows) <= _SHOWN_ROWS:
+            return [header, *map(self._cells, self.rows)]
+        first = map(self._cells, self.rows[: _SHOWN_ROWS - 1])
+        cut = (f"... ({len(self.rows) - _SHOWN_ROWS} more)", *[""] * (len(header) - 1))
+        return [header, *first, cut, self._cells(self.rows[-1])]
 
     def _cells(self, row: Stretch) -> tuple[str, ...]:
         # Carried windows close more often in some epochs than in others, so a row shows the range.

@@ -62,3 +62,17 @@ def test_a_billion_epochs_are_a_short_table(interval: Any, partial_window: Any) 
     plan = accumulation_plan(scheduler, batches=1563, epochs=10**9, micro_batch_size=8, last_micro_batch_size=3)
     assert 1 < len(str(plan).splitlines()) < 6
     assert plan.effective_steps == sum(row.windows for row in plan.rows) > 10**9
+
+
+def test_a_long_table_is_cut_before_its_last_row() -> None:
+    def plan(entries: int) -> list[str]:
+        scheduling = {epoch: epoch % 7 + 1 for epoch in range(entries)}
+        made = accumulation_plan(scheduling, batches=12, epochs=entries, micro_batch_size=2)
+        assert len(made.rows) == entries
+        return str(made).splitlines()
+
+    assert len(plan(20)) == 1 + 20
+    header, *rows = plan(10_000)
+    assert header.startswith("epochs")
+    assert [row.split()[0] for row in rows] == [*map(str, range(19)), "...", "9999"]
+    assert rows[-2] == "... (9980 more)"
