@@ -38,12 +38,12 @@ class EffectiveStep:
     optimizer_idx: int = 0
 
 
-def is_awaited(trainer: Trainer, module: LightningModule) -> bool:
+def has_listeners(trainer: Trainer, module: LightningModule) -> bool:
     """Whether anybody defines ``on_effective_step_end``."""
     return any(callable(getattr(listener, HOOK, None)) for listener in (module, *loop.callbacks(trainer)))
 
 
-def tell(trainer: Trainer, module: LightningModule, step: EffectiveStep) -> None:
+def notify(trainer: Trainer, module: LightningModule, step: EffectiveStep) -> None:
     """Call the module's hook, then the callbacks', where they are defined.
 
     They run under the name of the Lightning hook around them, so that ``self.log`` works in them as it does there.

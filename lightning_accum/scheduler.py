@@ -1,36 +1,37 @@
-"""AccumulationScheduler: the callback that opens windows and keeps their state over checkpoints."""
+"""AccumulationScheduler: the callback that places windows and keeps their state over checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum import effective_step
-from lightning_accum.checks import advice
-from lightning_accum.checks import refusals as checks
-from lightning_accum.checks.arguments import as_weight, check_weight_fn
+from lightning_accum.checks import advice, refusals
+from lightning_accum.checks.arguments import check_weight_fn
 from lightning_accum.gradients.buffers import WindowGradients
-from lightning_accum.gradients.distributed import sync_first_backward
-from lightning_accum.schedule import resolve as plan
+from lightning_accum.schedule import resolve
 from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown, requested
 from lightning_accum.seams import hooks, loop
-from lightning_accum.step.owner import WindowOwner
-from lightning_accum.window.kept_window import KeptWindow
-from lightning_accum.window.placement import Openings
-from lightning_accum.window.weighting import Weight
+from lightning_accum.seams.flags import TrainerFlags
+from lightning_accum.step.automatic import AutomaticDoor
+from lightning_accum.step.engine import Door, Engine, Options
+from lightning_accum.step.guards import FirstBackwardGuard
+from lightning_accum.step.manual_fit import ManualDoor, ModuleState
+from lightning_accum.window import checkpoint as checkpoints
+from lightning_accum.window.placement import WindowPlacement
+from lightning_accum.window.progress import Progress
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class AccumulationScheduler(KeptWindow):
+class AccumulationScheduler(Callback):
     """Schedules the accumulation factor; makes every accumulation window's update that of the one big batch.
 
     For automatic optimization it is all that is needed: each window gets its true length (an epoch's last one may be
@@ -88,18 +89,28 @@ class AccumulationScheduler(KeptWindow):
         save_gradients: bool = True,
         sync_each_micro_batch: bool = False,
     ) -> None:
-        super().__init__(WindowGradients(accumulate_in_float32), weight_fn is not None, save_gradients)
         refuse_unknown("partial_window", partial_window, PartialWindow)
         check_weight_fn(weight_fn)
         self.schedule = requested(scheduling, effective_batch_size, interval)
         self.scheduling = dict(scheduling) if isinstance(scheduling, Mapping) else scheduling
         self.partial_window = partial_window
         self.weight_fn = weight_fn
+        self.save_gradients = save_gradients
         self.sync_each_micro_batch = sync_each_micro_batch
         self.is_attached = False  # by the mixin, for one fit
-        self._backward = checks.FirstBackward(self.schedule)
-        self._if_unweighted: str | None = None  # to be told if nobody says what a micro-batch weighs
-        self._begin_books()
+        self.gradients = WindowGradients(accumulate_in_float32)
+        self._flags = TrainerFlags()
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget the last fit."""
+        self.gradients.end()
+        self.progress = Progress()
+        self._door = Door()
+        self._placement = WindowPlacement(self.schedule, self.partial_window, self.progress, self._flags)
+        self._first_backward = FirstBackwardGuard()
+        self._restored: dict[str, Any] | None = None  # from a checkpoint, until training starts
+        self._has_failed = False
 
     # In the order of a run
 
@@ -110,131 +121,104 @@ class AccumulationScheduler(KeptWindow):
         if self.is_attached and not self._flags.are_hidden:
             self._detach(trainer)  # left over from a fit of another module that failed
             return
-        checks.refuse_strategy(trainer)
-        checks.refuse_sync_each_under_offload(trainer, self.sync_each_micro_batch)
-        checks.refuse_second_scheduler(trainer)
-        self._begin_books()
+        refusals.refuse_strategy(trainer)
+        refusals.refuse_sync_each_under_offload(trainer, self.sync_each_micro_batch)
+        refusals.refuse_second_scheduler(trainer)
+        self._reset()
         self._restart(trainer)  # stays, if no epoch is left
-        if isinstance(pl_module, WindowOwner):
-            pl_module._accumulation_begin(trainer, self)
-        elif not pl_module.automatic_optimization:
-            checks.refuse_manual_optimization(pl_module)
-        else:
-            checks.refuse_two_factors(trainer)
-            checks.refuse_without_mixin(
-                sync_each_micro_batch=self.sync_each_micro_batch, partial_window=self.partial_window
-            )
-        self._openings.begin_fit(trainer, pl_module)
+        self._door = self._choose_door(trainer, pl_module)
+        self._placement.begin_fit(trainer, pl_module)
+
+    def _choose_door(self, trainer: Trainer, module: LightningModule) -> Door:
+        options = Options(self.weight_fn, self.partial_window, self.save_gradients, self.sync_each_micro_batch)
+        self._engine = Engine(trainer, module, options, self.progress, self.gradients, self._flags)
+        if isinstance(getattr(module, "_accumulation", None), ModuleState):
+            return ManualDoor(self._engine, module)
+        refusals.refuse_manual_optimization(module)
+        refusals.refuse_two_factors(trainer)
+        refusals.refuse_without_mixin(
+            sync_each_micro_batch=self.sync_each_micro_batch, partial_window=self.partial_window
+        )
+        return AutomaticDoor(self._engine, module)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._openings.settle(trainer)  # again: BatchSizeFinder has come in between
+        self._placement.settle(trainer)  # again: BatchSizeFinder has come in between
         loop.forget_data(trainer)
-        schedule = self._openings.schedule
-        checks.refuse_float32_over_ranks(trainer, self.gradients.in_float32)
-        checks.refuse_closure_optimizers(trainer.optimizers, schedule, not pl_module.automatic_optimization)
-        advice.warn_of_low_precision(trainer.optimizers, schedule, self.gradients.in_float32)
+        schedule, in_float32 = self._placement.schedule, self.gradients.in_float32
+        refusals.refuse_float32_over_ranks(trainer, in_float32)
+        refusals.refuse_closure_optimizers(trainer.optimizers, schedule, not pl_module.automatic_optimization)
+        advice.warn_of_low_precision(trainer.optimizers, schedule, in_float32)
         self.gradients.start(trainer.optimizers)
-        self._backward = checks.FirstBackward(schedule)
+        if schedule.largest_factor > 1:
+            self._first_backward = FirstBackwardGuard(trainer.optimizers)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restore(trainer, pl_module)
-        self._openings.resume(trainer)
+        self._restore(trainer)
         self._guard_open_window(trainer, pl_module)
-        if pl_module.automatic_optimization:
-            sync_first_backward(trainer)
-        if isinstance(pl_module, WindowOwner):
-            pl_module._accumulation_start()
-        checks.refuse_unequal_loaders(trainer)
-        schedule = self._openings.schedule
+        self._door.start()
+        refusals.refuse_unequal_loaders(trainer)
+        schedule = self._placement.schedule
         advice.warn_of_plain_loader(trainer)
         advice.warn_of_rounded_sizes(trainer, schedule)
         advice.warn_of_short_epochs(trainer, schedule, self.partial_window)
         advice.warn_of_batch_norm(trainer, pl_module, schedule)
-        self._if_unweighted = advice.unequal_micro_batches(trainer, schedule, self.partial_window)
-        rank_zero_info(plan.arithmetic(trainer, schedule))
+        self._engine.unweighted_warning = advice.unequal_micro_batches(trainer, schedule, self.partial_window) or ""
+        rank_zero_info(resolve.arithmetic(trainer, schedule))
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._drop_what_is_left_open(trainer)
-        self._openings.begin_epoch(trainer)
+        self._door.begin_epoch()
+        self._placement.begin_epoch(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self.ledger.begin_batch()
         if not self._flags.in_charge(trainer):
             return
         if self._restored is not None:  # by a finder inside the fit, which loads what it has saved before it ran
-            self._restore(trainer, pl_module)
-            self._openings.resume(trainer)
-        checks.refuse_unequal_ends(trainer)
-        if self.ledger.window is None or batch_idx >= self.ledger.window.end:
-            self.gradients.start(trainer.optimizers)
-            if self.ledger.window is None:
-                self._automatic.window.clear()
-            is_pending = not pl_module.automatic_optimization or self._automatic.window.micro_batches > 0
-            self._openings.next(trainer, batch_idx, is_pending=is_pending)
-        self._openings.correct_logger_step(trainer)
-        self._flags.hold_logs(trainer)
-        if pl_module.automatic_optimization:
-            self._automatic.begin_batch(self.weigh(batch, pl_module.device))
+            self._restore(trainer)
+        if trainer.world_size > 1:
+            refusals.refuse_unequal_ends(trainer)
+        if self._placement.begin_batch(trainer, batch_idx, extends_overdue=self._door.extends_overdue):
+            self.gradients.start(trainer.optimizers)  # BackboneFinetuning adds parameters between windows
+        self._door.begin_batch(batch)
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self.ledger.in_backward = True
-        self._backward.before(trainer.optimizers)
-        if self._works_for(trainer, pl_module):
-            self._automatic.before_backward(trainer, loss)
+        self._first_backward.before()
+        self._door.before_backward(loss)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.ledger.in_backward, self.ledger.has_batch = False, True
-        self.gradients.unmask()
-        if self._works_for(trainer, pl_module):
-            self._automatic.after_backward(trainer.optimizers[0])
-        self._backward.after(trainer.optimizers)
+        self._door.after_backward()
+        self._first_backward.after()
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._works_for(trainer, pl_module):
-            self._automatic.before_optimizer_step(trainer, pl_module, optimizer)
-        elif loop.skips_backward(trainer):
-            self.gradients.drop(optimizer)
+        self._door.before_optimizer_step(optimizer)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if isinstance(pl_module, WindowOwner):
-            pl_module._accumulation_batch_end()
-        elif self._works_for(trainer, pl_module) and self.ledger.is_stepped:
-            step = self._automatic.close(trainer, self.ledger)
-            if step is not None:
-                effective_step.tell(trainer, pl_module, step)
+        self._door.end_batch()
         self._guard_open_window(trainer, pl_module)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(pl_module, WindowOwner):
-            pl_module._accumulation_validation_end()
+        self._door.end_validation()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._flags.release_logs(trainer)
-        if isinstance(pl_module, WindowOwner):
-            pl_module._accumulation_epoch_end()
-        # A window that the loop has left open in automatic optimization stays, for the checkpoints made at the end.
-        is_left_open = pl_module.automatic_optimization and self._automatic.window.micro_batches > 0
-        self._openings.end_epoch(trainer, keeps_window=is_left_open)
+        self._placement.end_epoch(trainer, keeps_window=self._door.end_epoch())
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and self.partial_window == "carry" and self.ledger.is_pending:
-            advice.log_dropped_carry(self.ledger.optimizer(0).micro_batches)
-            self.drop_window(trainer)
-        self._drop_what_is_left_open(trainer)
-        self._end(trainer, pl_module)
+        self._door.end_fit()
+        self._release(trainer, pl_module)
+        self._door = Door()
         self.gradients.end()
         if self.is_attached:
             self._detach(trainer)
@@ -242,35 +226,66 @@ class AccumulationScheduler(KeptWindow):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # The open window is kept, and an attached scheduler stays: OnExceptionCheckpoint saves after this hook.
-        self._end(trainer, pl_module)
+        self._release(trainer, pl_module)
         self._has_failed = not isinstance(exception, SIGTERMException)  # that stops all ranks at the same place
 
-    def _end(self, trainer: Trainer, module: LightningModule) -> None:
+    def _release(self, trainer: Trainer, module: LightningModule) -> None:
         self._flags.give_back(trainer)
-        hooks.unshadow(trainer.strategy, "block_backward_sync")
-        for hook in ("on_validation_model_zero_grad", "configure_gradient_clipping"):
-            hooks.unshadow(module, hook)
         self.gradients.release()
-        if isinstance(module, WindowOwner):
-            module._accumulation_end()
+        self._door.release()
+        hooks.unshadow_all(module, "on_validation_model_zero_grad", "configure_optimizers")
+
+    # Around the open window
+
+    def _guard_open_window(self, trainer: Trainer, module: LightningModule) -> None:
+        """Keep the open window's gradients from a validation that follows this micro-batch.
+
+        Lightning zeroes them where it takes the window for closed: the loader may have left its last place empty, or an
+        epoch has ended inside a window that goes on.
+        """
+        keeps = self.progress.window.is_pending and self._flags.in_charge(trainer)
+        hooks.cover(module, "on_validation_model_zero_grad", hooks.keep_gradients if keeps else None)
+
+    def _restore(self, trainer: Trainer) -> None:
+        """Go on where the checkpoint was made; without one, where Lightning's own counter stands."""
+        state, self._restored = self._restored, None
+        if state is None:  # the first fit, a second one, or a training that was begun without this package
+            self._restart(trainer)
+        else:
+            self.progress.load_state_dict(state)
+        self._placement.resume(trainer, None if state is None else state["window"])
+        if state is not None:
+            reason = checkpoints.restore_gradients(trainer, self.progress, self.gradients, state)
+            advice.warn_of_lost_gradients(reason)
+
+    def _restart(self, trainer: Trainer) -> None:
+        """Begin where Lightning's own counter stands, in which every optimizer's step counts."""
+        self.progress.restart(trainer.global_step // max(len(trainer.optimizers), 1))
+
+    # Checkpoints
 
     @override
-    def _begin_books(self) -> None:
-        super()._begin_books()
-        self._openings = Openings(self.schedule, self.partial_window, self.ledger, self._flags)
+    def state_dict(self) -> dict[str, Any]:
+        return self.progress.state_dict()
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._door.before_save()
+        why_not = None if self.save_gradients else "`save_gradients=False`"
+        if why_not is None and self._has_failed and trainer.world_size > 1:
+            why_not = "one rank may have failed alone"
+        if checkpoints.batch_is_done(trainer, self.progress):
+            loop.enter_batch_as_done(checkpoint)
+        state = checkpoints.snapshot(trainer, self.progress, self.gradients, why_not)
+        checkpoint["callbacks"][self.state_key].update(state)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state = checkpoints.upgrade(state_dict)
+        self.progress.effective_step = state["effective_step"]  # now, for a fit that has no epoch left
+        self.progress.skipped_steps = state["skipped_steps"]
 
     # For the mixin
-
-    def weigh(self, batch: Any, device: torch.device, default: float | None = None) -> Weight:
-        """What the micro-batch weighs if nobody says it otherwise."""
-        if self.weight_fn is not None:
-            return as_weight(self.weight_fn(batch), device, "weight_fn(batch)")
-        if default is not None:
-            return default
-        if self._if_unweighted is not None:
-            rank_zero_warn(self._if_unweighted)
-            self._if_unweighted = None
-        return 1.0
 
     def hide_flags(self, trainer: Trainer) -> None:
         """Take what Lightning's validator refuses in manual optimization, until ``setup``."""

@@ -69,11 +69,6 @@ class ValidateEveryNSteps(Callback):
             loop.check_after_validation(earlier)
 
     @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The loader may begin with None, at which no window opens.
-        current_window(trainer).is_closed = False
-
-    @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._where is not None and not trainer.sanity_checking:
             self._begun = self._where.effective_step
@@ -145,9 +140,7 @@ class WhereDue(int):
         window, ready = current_window(self._trainer), loop.ready_batches(self._trainer)
         if ready == window.opened_at:  # a fit resumed between two windows
             return window.index
-        # Behind a window the loader may give None, at which none opens; one that the loop leaves is closed at no end.
-        ends = ready <= window.end and loop.closes_window(self._trainer)
-        return window.index + 1 if window.is_closed and ends else 0
+        return window.index + 1 if window.closed_at == ready else 0
 
 
 def _refuse_second_interval(trainer: Trainer, n: int) -> None:

@@ -125,8 +125,10 @@ def warn_of_dropped_window(micro_batches: int) -> None:
     )
 
 
-def warn_of_lost_gradients(reason: str) -> None:
-    """Warn about a restored window that has lost the micro-batches before the checkpoint."""
+def warn_of_lost_gradients(reason: str | None) -> None:
+    """Warn, if there is a reason, that a restored window has lost the micro-batches before the checkpoint."""
+    if reason is None:
+        return
     rank_zero_warn(
         f"The checkpoint was made inside an accumulation window, without its gradients ({reason}): the window"
         " continues with its remaining micro-batches and steps with their mean."
@@ -142,3 +144,20 @@ def warn_of_plain_loader(trainer: Trainer) -> None:
             " loader `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader has, or save at an epoch's"
             " end."
         )
+
+
+def warn_failed_backward(micro_batches: int) -> None:
+    """Warn about a window that is dropped because a backward in it failed and the error was caught."""
+    rank_zero_warn(
+        f"A backward failed inside an accumulation window: the {micro_batches} micro-batches before it are dropped with"
+        " it, because the gradients may be incomplete. The window continues with the micro-batches that follow."
+        ' `accumulate_split(..., micro_batch_size="auto")` repeats a batch that runs out of memory.'
+    )
+
+
+def warn_of_lost_losses() -> None:
+    """Warn about a ``training_step`` whose losses have no effect."""
+    rank_zero_warn(
+        "`training_step` returned a loss and never called `self.accumulate(loss)`: under AccumulationMixin"
+        " nothing is learned from it. Call it; to contribute nothing return None."
+    )

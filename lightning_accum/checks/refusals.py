@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_accum.gradients.buffers import parameters
-from lightning_accum.gradients.distributed import agree
+from lightning_accum.gradients.distributed import ranks_agree
 from lightning_accum.schedule.factors import Schedule
 from lightning_accum.schedule.resolve import is_scheduler
 from lightning_accum.seams import loop
@@ -99,7 +98,7 @@ def refuse_unequal_loaders(trainer: Trainer) -> None:
     """Raise if the ranks' epochs differ in length: their windows would end at different places and deadlock."""
     batches = trainer.num_training_batches
     # -1 stands for an unknown length, which `refuse_unequal_ends` watches during the epoch.
-    if not agree(trainer, -1 if batches == float("inf") else batches):
+    if not ranks_agree(trainer, -1 if batches == float("inf") else batches):
         raise MisconfigurationException(
             f"The ranks have different numbers of micro-batches per epoch (this one: {batches}), so their"
             " accumulation windows would end at different places. Use a DistributedSampler, or `limit_train_batches`."
@@ -111,7 +110,7 @@ def refuse_unequal_ends(trainer: Trainer) -> None:
     # The rank that ends first would close its window and wait for the other ranks until a time-out.
     if trainer.world_size > 1 and trainer.num_training_batches == float("inf"):
         is_last = loop.epoch_is_complete(trainer)
-        if not agree(trainer, float(is_last)):
+        if not ranks_agree(trainer, float(is_last)):
             place = f"{'ends' if is_last else 'goes on'} after micro-batch {loop.ready_batches(trainer) - 1}"
             raise RuntimeError(
                 f"The ranks' loaders have different lengths: this one's {place} of the epoch, unlike that of"
@@ -120,7 +119,9 @@ def refuse_unequal_ends(trainer: Trainer) -> None:
 
 
 def refuse_manual_optimization(module: LightningModule) -> None:
-    """Raise for a module in manual optimization that has no AccumulationMixin."""
+    """Raise if the module is in manual optimization; one with AccumulationMixin is not checked."""
+    if module.automatic_optimization:
+        return
     name = type(module).__name__
     raise MisconfigurationException(
         f"{name} is in manual optimization, where an AccumulationScheduler needs the mixin: make it"
@@ -144,34 +145,8 @@ def refuse_closure_optimizers(optimizers: list[Optimizer], schedule: Schedule, m
             )
 
 
-class FirstBackward:
-    """Watches a fit's first backward for an optimizer that steps in a backward hook, and so cannot accumulate.
-
-    References:
-        https://github.com/pytorch/tutorials/pull/2568
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._is_due = schedule.largest_factor > 1
-        self._before: list[int] = []
-
-    def before(self, optimizers: list[Optimizer]) -> None:
-        """Record how often each parameter has been changed in place."""
-        if self._is_due:
-            self._before = self._versions(optimizers)
-
-    def after(self, optimizers: list[Optimizer]) -> None:
-        """Raise if a parameter has changed since `before`."""
-        if not self._is_due:
-            return
-        self._is_due = False
-        if self._before != self._versions(optimizers):
-            raise MisconfigurationException(
-                "Parameters changed during backward: an optimizer steps in a hook (optimizer-in-backward), once for"
-                " every micro-batch. Step it once per window instead, or use the accumulation factor 1."
-            )
-
-    @staticmethod
-    def _versions(optimizers: list[Optimizer]) -> list[int]:
-        # Fact: torch counts in `_version` how often a tensor was changed in place.
-        return [p._version for optimizer in optimizers for p in parameters(optimizer)]
+def outside_training_step(method: str) -> RuntimeError:
+    """Return the error for a call of ``accumulate`` or ``accumulate_split`` outside ``training_step``."""
+    return RuntimeError(
+        f"`{method}` was called outside `training_step`. Call it in `training_step`, while `Trainer.fit` runs."
+    )

@@ -15,9 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_accum.checks.arguments import as_weight, check_loss
 from lightning_accum.equivalence.observe import Watch, untouched
+from lightning_accum.gradients.buffers import weighs_nothing
 from lightning_accum.seams import hooks
 from lightning_accum.split.slicing import pieces
-from lightning_accum.window.weighting import weighs_nothing
 
 # What each piece counts for in the accumulated gradient; None: it is left out, NaN and all.
 Shares = Sequence[float | None]

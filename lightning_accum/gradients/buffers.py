@@ -12,7 +12,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_accum.gradients.precision import LOW_PRECISION
-from lightning_accum.window.weighting import Weight
+
+Weight = float | Tensor
+
+
+def weighs_nothing(weight: Weight | None) -> bool:
+    """Whether a weight is known to be 0: the mean over no items is NaN, and 0 * NaN too. A tensor is not read back."""
+    return not isinstance(weight, Tensor) and weight == 0
 
 
 def parameters(optimizer: Optimizer) -> Iterable[Tensor]:

@@ -13,43 +13,51 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_accum.gradients.buffers import Weight
 from lightning_accum.gradients.precision import without_autocast
 from lightning_accum.seams import hooks, loop
-from lightning_accum.window.weighting import OptimizerWindow, Weight
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-def sums(trainer: Trainer, *values: Weight) -> Tensor:
-    """The sums of some numbers over all ranks, shape ``(len(values),)``, by one all-reduce, in float64."""
+def all_reduce_sum(trainer: Trainer, *values: Weight) -> Tensor:
+    """Sum numbers over all ranks by one all-reduce; returns float64 of shape ``(len(values),)``."""
     device = trainer.strategy.root_device
     mine = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
     total: Tensor = trainer.strategy.reduce(mine, reduce_op="sum")
     return total
 
 
-def largest(trainer: Trainer, values: Iterable[float]) -> Tensor:
-    """The largest of each number over all ranks, shape ``(len(values),)``, by one all-reduce."""
+def all_reduce_max(trainer: Trainer, values: Iterable[float]) -> Tensor:
+    """Take the largest of each number over all ranks by one all-reduce; returns shape ``(len(values),)``."""
     mine = torch.tensor(list(values), dtype=torch.float64, device=trainer.strategy.root_device)
     most: Tensor = trainer.strategy.reduce(mine, reduce_op="max")
     return most
 
 
-def means(trainer: Trainer, tensors: Iterable[Tensor | None], like: Iterable[Tensor]) -> list[Tensor | None]:
-    """The mean of each tensor over all ranks, one all-reduce each; where it is None on some of them, it counts as 0."""
+def all_reduce_mean(trainer: Trainer, tensors: Iterable[Tensor | None], like: Iterable[Tensor]) -> list[Tensor | None]:
+    """Average each tensor over all ranks, one all-reduce each; where it is None on some of them, it counts as 0."""
     given = list(tensors)
     if trainer.world_size == 1:
         return given
-    somewhere = largest(trainer, [tensor is not None for tensor in given]).tolist()
+    somewhere = all_reduce_max(trainer, [tensor is not None for tensor in given]).tolist()
     return [
         trainer.strategy.reduce(torch.zeros_like(other) if tensor is None else tensor.clone()) if exists else None
         for tensor, other, exists in zip(given, like, somewhere, strict=True)
     ]
 
 
+def ranks_agree(trainer: Trainer, number: float) -> bool:
+    """Whether a number is the same on all ranks; every rank must call it, and gets the same answer."""
+    if trainer.world_size == 1:
+        return True
+    total, squares = all_reduce_sum(trainer, number, number * number).tolist()
+    return bool(total * total == squares * trainer.world_size)
+
+
 def sharded_modules(module: torch.nn.Module) -> list[Any]:
-    """The modules under ``fully_shard``."""
+    """Return the modules under ``fully_shard``."""
     return [part for part in module.modules() if hasattr(part, "set_requires_gradient_sync")]
 
 
@@ -57,14 +65,6 @@ def is_sharded(trainer: Trainer) -> bool:
     """Whether ranks hold parts of the parameters, by FSDP or ``fully_shard``."""
     model = trainer.strategy.model
     return model is not None and (isinstance(model, FullyShardedDataParallel) or bool(sharded_modules(model)))
-
-
-def agree(trainer: Trainer, number: float) -> bool:
-    """Whether a number is the same on all ranks; every rank must ask, and every one hears the same answer."""
-    if trainer.world_size == 1:
-        return True
-    total, squares = sums(trainer, number, number * number).tolist()
-    return bool(total * total == squares * trainer.world_size)
 
 
 @contextmanager
@@ -89,14 +89,14 @@ def sync_first_backward(trainer: Trainer) -> None:
 
 
 class Ranks:
-    """Gradients and sums of a fit under manual optimization.
+    """Syncs the gradients and sums of a fit over the ranks.
 
-    Every rank makes exactly one synced backward per window and optimizer; all others are local. A rank that has nothing
-    to give there makes a zero one: gradients are never all-reduced by hand, which would cross the reducer's own order.
+    Every rank runs exactly one synced backward per window and optimizer; all others are local. A rank that has nothing
+    to contribute there runs a zero one: gradients are never all-reduced by hand, which would cross the reducer's order.
 
     Args:
         trainer: the Trainer of the fit.
-        module: the module that makes the backwards.
+        module: the module that is trained.
         sync_each: whether every backward is synced, which under sharding keeps whole gradients out of memory.
     """
 
@@ -104,35 +104,40 @@ class Ranks:
         self.size = trainer.world_size
         self._trainer, self._module = trainer, module
         self._sync_each = sync_each
-        self._is_first = self.size > 1  # with one rank nothing is synced
-        self._has_backward = False
+        self.backwards = 0  # run in this fit, on several ranks
 
-    def backward(self, *, last: bool) -> AbstractContextManager[None]:
-        """The context of a backward; only the window's last one is synced."""
-        if self.size == 1:
-            return nullcontext()
-        self._has_backward = True
-        model = self._trainer.strategy.model
-        synced = last or self._sync_each
+    # A backward
+
+    def backward(self, device: torch.device, *, last: bool) -> AbstractContextManager[None]:
+        """Return the context of a backward: outside of autocast, and synced only if it is the window's last one."""
+        return without_autocast(device) if self.size == 1 else self._on_ranks(device, last=last)
+
+    @contextmanager
+    def _on_ranks(self, device: torch.device, *, last: bool) -> Iterator[None]:
+        with without_autocast(device), self._synced(last or self._sync_each):
+            yield
+
+    def _synced(self, synced: bool) -> AbstractContextManager[None]:
+        model, learns = self._trainer.strategy.model, self._learns_graph
+        self.backwards += 1
         if isinstance(model, DistributedDataParallel):
-            learns, self._is_first = self._must_sync_first, False
             return self._learn_graph(model) if learns else _ddp(model, synced)
         if isinstance(model, FullyShardedDataParallel):
             return nullcontext() if synced else model.no_sync()
         return self._fully_shard(synced)
 
     @property
-    def _must_sync_first(self) -> bool:
+    def _learns_graph(self) -> bool:
         """Whether the next backward must be synced wherever it is, as in `sync_first_backward`."""
         model = self._trainer.strategy.model
-        return self._is_first and isinstance(model, DistributedDataParallel) and bool(model.static_graph)
+        return self.backwards == 0 < self.size - 1 and isinstance(model, DistributedDataParallel) and model.static_graph
 
     @contextmanager
     def _learn_graph(self, model: DistributedDataParallel) -> Iterator[None]:
-        """The first backward of a static graph, which reduces nothing until the reducer is told to.
+        """Run the first backward of a static graph, which reduces nothing until the reducer is told to.
 
-        Fact: newer versions of Lightning tell it, once in a strategy's life; older ones never, and nobody in a second
-        fit.
+        Fact: newer versions of Lightning tell it, once in a strategy's life; older ones never, and neither does so in a
+        second fit.
         """
         is_untold = getattr(self._trainer.strategy, "_pl_static_graph_delay_done", True)
         with _ddp(model, True):
@@ -140,18 +145,9 @@ class Ranks:
         if is_untold:
             model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
 
-    def after_step(self) -> None:
-        """Take part in the first backward of the others, if this rank's first `training_step` has made none.
-
-        Fact: with sharded parameters every backward gathers them, so that all ranks must make the same backwards.
-        """
-        if self._must_sync_first or (self.size > 1 and not self._has_backward and self._is_sharded):
-            self.zero_backward(self._module.parameters())
-        self._has_backward = False
-
     @contextmanager
     def _fully_shard(self, synced: bool) -> Iterator[None]:
-        """Fact: Lightning's own `block_backward_sync` does nothing for modules of ``fully_shard``."""
+        # Fact: Lightning's own `block_backward_sync` does nothing for modules of ``fully_shard``.
         for module in sharded_modules(self._module):
             module.set_requires_gradient_sync(synced, recurse=False)
         yield
@@ -161,39 +157,47 @@ class Ranks:
         return is_sharded(self._trainer)
 
     def zero_backward(self, parameters: Iterable[Tensor]) -> None:
-        """Take part in the window's synced backward with nothing: the gradients stay as they are, but for the sync."""
+        """Take part in the window's synced backward without a contribution; gradients change by the sync alone."""
         if self._is_sharded:
             raise RuntimeError(
                 "A micro-batch ended without a backward. Sharded parameters are gathered and reduced in every one, so"
-                " that the other ranks would wait for ever. Let every rank call `accumulate` with a finite loss at each"
-                " micro-batch; with `weight=torch.tensor(0.0)`, if it has nothing to give."
+                " the other ranks would wait forever. Let every rank call `accumulate` with a finite loss at each"
+                " micro-batch; with `weight=torch.tensor(0.0)` where it has nothing to contribute."
             )
-        with self.backward(last=True):
+        with self.backward(self._module.device, last=True):
             self._module.manual_backward(0 * torch.stack([p.sum() for p in parameters if p.requires_grad]).sum())
+
+    def join_backward(self, before: int) -> None:
+        """Take part in the other ranks' backward, if this rank's ``training_step`` has run none since ``before``.
+
+        Needed in a static graph's first ``training_step``; and with sharded parameters always, since every backward
+        gathers them.
+        """
+        if self.size > 1 and self.backwards == before and (self._learns_graph or self._is_sharded):
+            self.zero_backward(self._module.parameters())
 
     # A split batch
 
     def refuse_unequal_pieces(self, pieces: int) -> None:
-        """With sharded parameters all ranks must make equally many forwards and backwards."""
-        if self.size > 1 and self._is_sharded and not agree(self._trainer, pieces):
+        """Raise if ranks with sharded parameters would run different numbers of forwards and backwards."""
+        if self.size > 1 and self._is_sharded and not ranks_agree(self._trainer, pieces):
             raise RuntimeError(
                 f"`accumulate_split(batch, ...)`: the ranks split their batches into different numbers of"
-                f" micro-batches, this one into {pieces}. Sharded parameters are gathered in each, so that some would"
-                " wait for ever. Give all ranks batches of the same size."
+                f" micro-batches, this one into {pieces}. Sharded parameters are gathered in each, so some ranks would"
+                " wait forever. Give all ranks batches of the same size."
             )
 
     def prepare_for_retries(self) -> None:
-        """See to it that nothing is sent between ranks while one of them may run out of memory."""
+        """Make sure that nothing is sent between ranks while one of them may run out of memory."""
         if self.size == 1:
             return
         if self._obstacle is not None:
             raise MisconfigurationException(
                 f'`accumulate_split(micro_batch_size="auto")` with {self._obstacle}: the ranks wait for each other'
-                " inside forward or backward, for ever if one of them runs out of memory there. Give a number of items."
+                " inside forward or backward, forever if one of them runs out of memory there. Give a number of items."
             )
-        if self._must_sync_first:
-            with without_autocast(self._module.device):
-                self.zero_backward(self._module.parameters())
+        if self._learns_graph:
+            self.zero_backward(self._module.parameters())
             for parameter in self._module.parameters():
                 parameter.grad = None
 
@@ -205,11 +209,9 @@ class Ranks:
             return "SyncBatchNorm"
         return "sync_each_micro_batch=True" if self._sync_each else None
 
-    def least(self, number: float) -> float:
-        """The least of the ranks' numbers, by one all-reduce."""
-        if self.size == 1:
-            return number
-        return -float(largest(self._trainer, [-number])[0])
+    def all_reduce_min(self, number: float) -> float:
+        """Take the smallest of the ranks' numbers by one all-reduce."""
+        return number if self.size == 1 else -float(all_reduce_max(self._trainer, [-number])[0])
 
     # A window that closes
 
@@ -222,23 +224,27 @@ class Ranks:
         total: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return total
 
-    def settle(self, window: OptimizerWindow) -> None:
-        """Sum what the window holds over the ranks, by one all-reduce and one read. With one rank, nothing travels."""
+    def window_totals(self, weight: Weight, loss: Weight, batches: int) -> tuple[float, Weight, int]:
+        """Sum what a window holds over the ranks, by one all-reduce and one read. With one rank nothing travels."""
         if self.size == 1:
-            window.settle(float(window.weight), window.loss, window.batches)
-            return
+            return float(weight), loss, batches
         place = loop.ready_batches(self._trainer) - 1
-        total = sums(self._trainer, window.weight, window.loss, window.batches, place, place * place)
-        weight, _, contributions, places, squares = total.tolist()
+        sums = all_reduce_sum(self._trainer, weight, loss, batches, place, place * place)
+        total_weight, _, total_batches, places, squares = sums.tolist()
         if places * places != squares * self.size:
             raise RuntimeError(
                 f"The ranks disagree about where an accumulation window ends: here after micro-batch {place} of the"
                 " epoch. Their loaders have different lengths; give all ranks equally many micro-batches"
                 " (DistributedSampler, or `limit_train_batches`)."
             )
-        window.settle(weight, total[1], int(contributions))
+        return total_weight, sums[1], int(total_batches)
 
-    def after_window(self) -> None:
+    def equal_totals(self, weight: Weight, loss: Weight, batches: int) -> tuple[float, Weight, int]:
+        """Sum over ranks that are known to contribute equally; only losses have to travel, where they are summed."""
+        total_loss = all_reduce_sum(self._trainer, loss)[0] if self.size > 1 and isinstance(loss, Tensor) else loss
+        return float(weight) * self.size, total_loss, batches * self.size
+
+    def broadcast_buffers_again(self) -> None:
         """Let the next forward broadcast the buffers (BatchNorm statistics) of rank 0, as in automatic optimization.
 
         Fact: in manual optimization Lightning leaves DDP with the flag off after every forward, so that it never does.

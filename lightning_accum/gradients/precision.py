@@ -38,6 +38,11 @@ def active_scaler(trainer: Trainer) -> GradScaler | None:
     return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
 
 
+def loss_scale(scaler: GradScaler | None) -> float:
+    """The factor that a GradScaler multiplies losses by; reads it back from the device."""
+    return 1.0 if scaler is None else scaler.get_scale()
+
+
 def unscaled(trainer: Trainer, loss: Tensor) -> Tensor:
     """The loss that a GradScaler has scaled. Fact: Lightning hands the scaled one to ``on_before_backward``."""
     scaler = active_scaler(trainer)

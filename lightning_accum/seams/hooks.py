@@ -1,4 +1,4 @@
-"""Hooks that users override without ``super()``, wrapped around instead of overridden."""
+"""The user's hooks: wrapped on the class, or covered on the object for a while, and left as they were."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+# Fact: Lightning notes in this attribute of the module which hook runs, some 30 times per micro-batch.
+RUNNING_HOOK = "_current_fx_name"
+
+_ABSENT = object()
 
 
 def wrap(cls: type, name: str, run: Callable[..., Any]) -> None:
-    """Let ``run(self, hook, *args, **kwargs)`` stand around a class's hook, wherever in the bases it is defined.
+    """Let ``run(self, hook, *args, **kwargs)`` run around a class's hook, wherever in the bases it is defined.
 
-    Every subclass has a wrapper of its own, and the one of the instance's class is the one that acts: it stands around
-    the outermost override, whether or not that calls ``super()``.
+    Users override these hooks without ``super()``. Every subclass has a wrapper of its own, and the one of the
+    instance's class is the one that acts: it runs around the outermost override.
     """
     hook = getattr(cls, name, None)
     if hook is None:  # a mixin of the user's own, before it meets LightningModule
@@ -33,32 +35,69 @@ def wrap(cls: type, name: str, run: Callable[..., Any]) -> None:
     setattr(cls, name, wrapper)
 
 
-@contextmanager
-def shadowed(module: LightningModule, hook: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Put a function in front of a module's hook for a while.
+class _Cover:
+    """Stands in front of a hook on one object, and remembers what was set there before.
 
-    Fact: Lightning looks hooks up on the instance, so that an instance attribute comes before the class's method. The
-    user's own override, which may not call ``super()``, stays what it is.
+    Fact: Lightning looks hooks up on the instance, so that an instance attribute comes before the class's method.
     """
-    shadow(module, hook, replacement)
-    try:
-        yield
-    finally:
-        unshadow(module, hook)
+
+    def __init__(self, owner: object, hook: str, replacement: Callable[..., Any]) -> None:
+        self.__wrapped__ = getattr(owner, hook)  # Lightning reads its signature and its code
+        self.owner, self.hook, self.replacement = owner, hook, replacement
+        self.covered = vars(owner).get(hook, _ABSENT)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.replacement(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as the hook behind it: a copy of the module takes no part in the fit."""
+        return _hook_of, (self.owner, self.hook, None if self.covered is _ABSENT else self.covered)
+
+
+def _hook_of(owner: object, hook: str, covered: Any) -> Any:
+    return getattr(type(owner), hook).__get__(owner) if covered is None else covered
 
 
 def shadow(owner: object, hook: str, replacement: Callable[..., Any]) -> None:
     """Put a function in front of a hook of a module or a strategy, until `unshadow`."""
-    owner.__dict__[hook] = replacement
+    owner.__dict__[hook] = _Cover(owner, hook, replacement)
 
 
 def unshadow(owner: object, hook: str) -> None:
-    """Take away what stands in front of a hook, if anything does."""
-    owner.__dict__.pop(hook, None)
+    """Take away the last function put in front of a hook, if there is one; what the user set there is back."""
+    cover = vars(owner).get(hook)
+    if not isinstance(cover, _Cover):
+        return
+    if cover.covered is _ABSENT:
+        del owner.__dict__[hook]
+    else:
+        owner.__dict__[hook] = cover.covered
 
 
-def keep_gradients() -> None:
-    """What ``on_validation_model_zero_grad`` is shadowed by inside a window; unlike a lambda it can be pickled."""
+def unshadow_all(owner: object, *names: str) -> None:
+    """Take away everything put in front of these hooks."""
+    for hook in names:
+        while isinstance(vars(owner).get(hook), _Cover):
+            unshadow(owner, hook)
+
+
+def cover(owner: object, hook: str, replacement: Callable[..., Any] | None) -> None:
+    """Have exactly this function in front of a hook, or none; called again and again."""
+    is_covered = isinstance(vars(owner).get(hook), _Cover)
+    if replacement is not None and not is_covered:
+        shadow(owner, hook, replacement)
+    elif replacement is None and is_covered:
+        unshadow(owner, hook)
+
+
+@contextmanager
+def shadowed(owner: object, hook: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Put a function in front of a hook for a while."""
+    shadow(owner, hook, replacement)
+    try:
+        yield
+    finally:
+        unshadow(owner, hook)
 
 
 def shadow_once(owner: object, hook: str, replacement: Callable[..., Any]) -> None:
@@ -69,3 +108,12 @@ def shadow_once(owner: object, hook: str, replacement: Callable[..., Any]) -> No
         return replacement(*args, **kwargs)
 
     shadow(owner, hook, once)
+
+
+def keep_gradients() -> None:
+    """Do nothing: in front of ``on_validation_model_zero_grad`` while a window is open."""
+
+
+def is_set_on_object(owner: object, hook: str) -> bool:
+    """Whether the user has set a hook on the object, where a wrapper of its class does not run."""
+    return hook in vars(owner)

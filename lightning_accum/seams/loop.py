@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.core.optimizer import _configure_optimizers, _configure_schedulers_automatic_opt
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from lightning_accum.seams.window_length import WindowLength
 
@@ -192,3 +195,21 @@ def load_inside_validation(checkpoint: dict[str, Any]) -> None:
         trained["completed"] = trained["processed"]
         validated = progress["epoch_loop.val_loop.batch_progress"]
         validated[count] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+
+
+def parse_optimizers(configured: Any) -> tuple[list[Any], list[LRSchedulerConfig]]:
+    """Parse what ``configure_optimizers`` returned, as for automatic optimization.
+
+    Fact: in manual optimization Lightning drops ``monitor``, ``strict`` and ``reduce_on_plateau``, and warns that the
+    user must step the schedulers by hand. Its parser writes into the user's dict, which may be a shared one.
+    """
+    optimizers, schedulers, monitor = _configure_optimizers(configured)
+    outer = {} if monitor is None else {"monitor": monitor}
+    own = [{**outer, **scheduler} if isinstance(scheduler, dict) else scheduler for scheduler in schedulers]
+    return optimizers, _configure_schedulers_automatic_opt(own, monitor)
+
+
+def without_monitor(config: LRSchedulerConfig) -> dict[str, Any]:
+    """Return a scheduler's entry without the keys that Lightning warns about in manual optimization."""
+    dropped = ("reduce_on_plateau", "monitor", "strict")
+    return {field.name: getattr(config, field.name) for field in fields(config) if field.name not in dropped}

@@ -22,8 +22,8 @@ class WindowLength(int):
         index: effective steps made before this window (from 0).
         factor: the factor as scheduled, if the window is shorter or longer.
         ends_with_epoch: whether an epoch's last micro-batch closes the window, full or not.
-
-    ``is_closed`` says that it was counted; it stays on the Trainer until the next window opens.
+        closed_at: micro-batches of its epoch that were begun when the window was counted; None while it is open, or if
+            it was closed between two micro-batches. It stays on the Trainer until the next window opens.
 
     Example:
         >>> window = WindowLength(4, opened_at=6)
@@ -33,9 +33,9 @@ class WindowLength(int):
 
     opened_at: int
     index: int
-    is_closed: bool
     factor: int
     ends_with_epoch: bool
+    closed_at: int | None
 
     def __new__(
         cls,
@@ -45,16 +45,28 @@ class WindowLength(int):
         *,
         factor: int | None = None,
         ends_with_epoch: bool = True,
+        closed_at: int | None = None,
     ) -> WindowLength:
         """Make the int, then remember the rest."""
         self = super().__new__(cls, length)
-        self.opened_at, self.index, self.is_closed = opened_at, index, False
+        self.opened_at, self.index, self.closed_at = opened_at, index, closed_at
         self.factor, self.ends_with_epoch = int(length) if factor is None else factor, ends_with_epoch
         return self
 
     def __rmod__(self, batches: int) -> int:
         """How far ``batches`` is into its window: 0 where a window opens (or, for a count, where one is full)."""
         return (batches - self.opened_at) % int(self)
+
+    def closed(self, at: int | None) -> WindowLength:
+        """Return the same window, counted at a micro-batch."""
+        return WindowLength(
+            int(self),
+            self.opened_at,
+            self.index,
+            factor=self.factor,
+            ends_with_epoch=self.ends_with_epoch,
+            closed_at=at,
+        )
 
     @property
     def end(self) -> int:

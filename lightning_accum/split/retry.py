@@ -1,23 +1,119 @@
-"""What a try that runs out of memory may have changed: kept before, and put back after."""
+"""One batch of the loader, contributed in micro-batches; and in smaller ones, if memory runs out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import copy
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
 from torch import Tensor
 
-from lightning_accum.gradients.buffers import WindowGradients
-from lightning_accum.seams import loop
-from lightning_accum.window.weighting import OptimizerWindow
+from lightning_accum.checks.arguments import check_loss, check_split
+from lightning_accum.effective_step import EffectiveStep
+from lightning_accum.gradients.buffers import trainable
+from lightning_accum.seams import logs, loop
+from lightning_accum.split.slicing import Slicer, batch_size, equal_sizes, pieces
+from lightning_accum.step.manual import ManualStep
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+    from lightning.pytorch import LightningModule, Trainer
 
 OutOfMemoryError = torch.cuda.OutOfMemoryError  # the name of `torch.OutOfMemoryError` that every torch has
+
+
+@dataclass(frozen=True)
+class SplitBatch:
+    """A batch, and how it is cut.
+
+    Args:
+        batch: what the loader gave.
+        loss_fn: the user's.
+        dim: the tensors' batch dimension.
+        slicer: the user's, if there is one.
+    """
+
+    batch: Any
+    loss_fn: Callable[[Any], Any]
+    dim: int
+    slicer: Slicer | None
+
+    @property
+    def size(self) -> int:
+        """Items in the batch."""
+        return batch_size(self.batch, self.dim)
+
+
+def accumulate_split(step: ManualStep, i: int, batch: SplitBatch, micro_batch_size: int | str) -> EffectiveStep | None:
+    """Contribute a batch in pieces to optimizer ``i``'s window; step if it is the window's last batch."""
+    if not step.learns:
+        return None
+    check_split(micro_batch_size, batch.dim)
+    if isinstance(micro_batch_size, str):
+        _contribute_what_fits(step, i, batch)
+    else:
+        sizes = equal_sizes(batch.size, micro_batch_size)
+        step.ranks.refuse_unequal_pieces(len(sizes))
+        _contribute_all(step, i, batch, sizes, closes=step.closes)
+    return step.step(i) if step.closes else None
+
+
+def _contribute_all(step: ManualStep, i: int, batch: SplitBatch, sizes: list[int], *, closes: bool) -> None:
+    """Run the forward and backward of every piece; ``closes``: the last one is the window's last one."""
+    is_first = True
+    for index, piece in enumerate(pieces(batch.batch, sizes, batch.dim, batch.slicer)):
+        if (given := _loss_of(step, batch, piece, sizes[index])) is not None:
+            last = closes and index + 1 == len(sizes)
+            step.contribute(i, *given, last=last, piece=(len(sizes), is_first))
+            is_first = False
+        del given  # nothing of a piece's graph outlives it
+
+
+def _loss_of(step: ManualStep, batch: SplitBatch, piece: Any, size: int) -> tuple[Tensor, float | Tensor] | None:
+    given = batch.loss_fn(piece)
+    loss, weight = given if isinstance(given, tuple) else (given, None)
+    if loss is None:
+        return None
+    check_loss(loss, "loss_fn(micro_batch)")
+    return loss, step.engine.weigh(piece, loss.device, float(size)) if weight is None else weight
+
+
+# Where memory runs out
+
+
+def _contribute_what_fits(step: ManualStep, i: int, batch: SplitBatch) -> None:
+    """Try, and halve the micro-batches until no rank runs out of memory; each try is of the batch as it came."""
+    ranks, history = step.ranks, step.engine.progress.history(i)
+    ranks.prepare_for_retries()
+    while True:
+        put_back = _remember(step, i)
+        total = batch.size
+        sizes = equal_sizes(total, history.split_size or max(total, 1))
+        # With several ranks the sync comes after they have agreed: none waits in it for one that has failed.
+        error = _try(step, i, batch, sizes)
+        failed = ranks.all_reduce_min(inf if error is None else sizes[0])
+        if failed == inf:
+            return
+        put_back()
+        if failed == 1:
+            raise _without_way_out(error)
+        history.split_size = ceil(failed / 2)
+        _log_size(step.trainer, failed, history.split_size, i)
+
+
+def _try(step: ManualStep, i: int, batch: SplitBatch, sizes: list[int]) -> RuntimeError | None:
+    """Return the error if memory ran out; a copy if another try follows, since its traceback holds the graph."""
+    try:
+        _contribute_all(step, i, batch, sizes, closes=step.closes and step.ranks.size == 1)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return error if sizes[0] == 1 else OutOfMemoryError(*error.args)
+    return None
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -25,22 +121,32 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, OutOfMemoryError) or is_oom_error(RuntimeError(str(error)))
 
 
-def remember(
-    module: LightningModule, window: OptimizerWindow, gradients: WindowGradients, parameters: Iterable[Tensor]
-) -> Callable[[], None]:
-    """Keep everything that contributions change; what is returned puts it back and gives memory free.
+def _without_way_out(error: RuntimeError | None) -> RuntimeError:
+    """Return the error where a single item does not fit; a new one on ranks that had memory for theirs."""
+    sentence = "One single item did not fit: `accumulate_split` cannot make the micro-batch smaller."
+    if error is None:
+        return OutOfMemoryError(f"Another rank ran out of memory. {sentence}")
+    error.args = (f"{error} {sentence}",)  # `add_note` is of Python 3.11
+    return error
 
-    Args:
-        module: whose buffers are copied.
-        window: the optimizer's open window.
-        gradients: where the parameters' gradients are summed.
-        parameters: those that a backward may reach.
-    """
+
+def _log_size(trainer: Trainer, failed: float, size: int, i: int) -> None:
+    rank_zero_info(f"Out of memory with micro-batches of {failed:.0f} items: from now on they have {size}.")
+    name = "accumulation/micro_batch_size" + (f"-{i}" if i else "")
+    for logger in trainer.loggers:
+        logger.log_metrics({name: size}, step=logs.logger_step(trainer))
+
+
+# Undoing a try
+
+
+def _remember(step: ManualStep, i: int) -> Callable[[], None]:
+    """Keep everything that a try changes; what is returned puts it back and frees memory."""
     undo = [
         loop.remember_rng(),
-        _remember_buffers(module),
-        _remember_window(window),
-        gradients.remember(parameters),
+        _remember_buffers(step.module),
+        _remember_window(step, i),
+        step.engine.gradients.remember(_within_reach(step, i)),
     ]
 
     def put_back() -> None:
@@ -50,6 +156,12 @@ def remember(
         garbage_collection_cuda()
 
     return put_back
+
+
+def _within_reach(step: ManualStep, i: int) -> Iterable[Tensor]:
+    """Parameters whose gradients a backward may change."""
+    optimizers = step.trainer.optimizers
+    return trainable(optimizers[i]) if step.ranks.size == 1 < len(optimizers) else step.module.parameters()
 
 
 def _remember_buffers(module: LightningModule) -> Callable[[], None]:
@@ -69,11 +181,12 @@ def _remember_buffers(module: LightningModule) -> Callable[[], None]:
     return put_back
 
 
-def _remember_window(window: OptimizerWindow) -> Callable[[], None]:
-    kept = copy(window)
+def _remember_window(step: ManualStep, i: int) -> Callable[[], None]:
+    progress = step.engine.progress
+    window, history, last_batch = copy(progress.accumulator(i)), copy(progress.history(i)), progress.last_batch
 
     def put_back() -> None:
-        for name in window.__slots__:
-            setattr(window, name, getattr(kept, name))
+        progress.window.accumulators[i], progress.last_batch = copy(window), last_batch
+        progress.histories[i].mean_weight = history.mean_weight
 
     return put_back

@@ -1,64 +1,77 @@
-"""The callback's work in a window under automatic optimization, where Lightning makes the backwards and the step."""
+"""Automatic optimization: Lightning runs the backwards and the step; the callback's hooks make them exact."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_accum import effective_step
-from lightning_accum.checks.arguments import check_not_zeroed
-from lightning_accum.effective_step import EffectiveStep
+from lightning_accum.checks import advice
 from lightning_accum.gradients import precision
-from lightning_accum.gradients.buffers import WindowGradients, any_gradient, parameters
-from lightning_accum.gradients.distributed import sums
-from lightning_accum.seams import hooks
-from lightning_accum.window.ledger import Ledger
-from lightning_accum.window.weighting import OptimizerWindow, Weight
+from lightning_accum.gradients.buffers import Weight, any_gradient
+from lightning_accum.gradients.distributed import sync_first_backward
+from lightning_accum.seams import hooks, loop
+from lightning_accum.step.engine import Door, Engine
+from lightning_accum.window.state import Accumulator, Contribution, Phase
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-    from torch.amp import GradScaler
+    from lightning.pytorch import LightningModule
 
 
-class AutomaticWindow:
+class AutomaticDoor(Door):
     """Counts what contributes to the open window, and corrects its gradient before Lightning clips it and steps.
 
     Lightning divides each loss by the announced length, whatever the micro-batches weigh and however many contribute.
+
+    Args:
+        engine: of the fit.
+        module: in automatic optimization.
     """
 
-    def __init__(self, gradients: WindowGradients, is_weighted: bool) -> None:
-        self.window = OptimizerWindow()
-        self._is_weighted = is_weighted
-        self._gradients = gradients
+    def __init__(self, engine: Engine, module: LightningModule) -> None:
+        self._engine, self._module, self._trainer = engine, module, engine.trainer
+        self._is_weighted = engine.options.weight_fn is not None
+        engine.progress.sees_all_weights = engine.ranks.size == 1 or not self._is_weighted
+        self._sums_losses = False
         self._weight: Weight = 1.0
-        self._contributes = False
-        self._step: precision.ScaledStep | None = None
-        self._is_taken = False
-        self._is_awaited = False
+        self._skips: list[Callable[[], bool]] = []  # each tells whether the step under way was skipped
 
-    def start(self, trainer: Trainer, module: LightningModule, window: OptimizerWindow) -> None:
-        """A fit begins: nothing is pending, and losses are summed only if somebody wants to know."""
-        self.window, self._step = window, None
-        self._is_awaited = effective_step.is_awaited(trainer, module)
+    @property
+    def _window(self) -> Accumulator:
+        return self._engine.progress.accumulator(0)
 
-    def begin_batch(self, weight: Weight) -> None:
-        """A micro-batch of this weight begins."""
-        self._weight, self._contributes = weight, False
+    @property
+    def _works(self) -> bool:
+        return self._engine.flags.in_charge(self._trainer)
 
-    def before_backward(self, trainer: Trainer, loss: Tensor) -> None:
+    @property
+    @override
+    def extends_overdue(self) -> bool:
+        return self._window.is_pending
+
+    @override
+    def start(self) -> None:
+        self._sums_losses = effective_step.has_listeners(self._trainer, self._module)
+        sync_first_backward(self._trainer)
+
+    @override
+    def begin_batch(self, batch: Any) -> None:
+        self._weight = self._engine.weigh(batch, self._module.device)
+
+    @override
+    def before_backward(self, loss: Tensor) -> None:
         """Weigh the micro-batch: its gradient is multiplied while it flows, and the loss that is logged is not."""
-        if self.window.has_gradients and not self.window.has_closed:
-            check_not_zeroed(trainer.optimizers[0])
-        divisor = precision.real_divisor(int(trainer.accumulate_grad_batches), loss.dtype)
-        self._contributes = True
-        self._gradients.mask(parameters(trainer.optimizers[0]), self._weight)
-        if self.window.has_closed:  # a closure optimizer evaluates the same micro-batch again
-            self.window.clear()
-        self.window.add(self._weight, divisor, alone=trainer.world_size == 1 or not self._is_weighted)
-        self._add_loss(trainer, loss)
-        scale = self.window.scale(self._weight, divided_by=divisor)
+        if not self._works:
+            return
+        if self._window.phase in (Phase.STEPPING, Phase.STEPPED):
+            self._window.drop()  # a closure optimizer evaluates the same micro-batch again
+        divisor = precision.real_divisor(int(self._trainer.accumulate_grad_batches), loss.dtype)
+        contribution = Contribution(self._weight, self._whole(loss) if self._sums_losses else None)
+        scale = self._engine.begin_backward(0, contribution, divisor, divided_by=divisor)
         if isinstance(scale, Tensor):
             scale = scale.to(loss.dtype)
         elif scale == 1.0:
@@ -67,82 +80,104 @@ class AutomaticWindow:
             lambda gradient: gradient * scale
         )
 
-    def after_backward(self, optimizer: Optimizer) -> None:
-        """Note whether there are gradients, which nobody must take away before the step."""
-        self.window.has_gradients = any_gradient(optimizer)
+    def _whole(self, loss: Tensor) -> Tensor:
+        """The loss that Lightning has divided by the announced length, and a GradScaler has scaled."""
+        return precision.unscaled(self._trainer, loss.detach()) * int(self._trainer.accumulate_grad_batches)
 
-    def before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
+    @override
+    def after_backward(self) -> None:
+        if self._works:
+            self._engine.end_backward(0, synced=False)
+
+    @override
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Make the window's gradient the weighted mean; it is unscaled by now, and not clipped yet."""
-        self.window.has_closed = True
-        self._clip_what_is_left(module)
-        scaler = precision.active_scaler(trainer) if self.window.micro_batches else None
+        if not self._works:
+            if loop.skips_backward(self._trainer):
+                self._engine.gradients.drop(optimizer)
+            return
+        self._skips.clear()
+        self._leave_out_clip_without_gradients()
+        scaler = precision.active_scaler(self._trainer) if self._window.micro_batches else None
         if scaler is not None:
-            self._step = precision.ScaledStep(scaler, optimizer)
-            if not self._contributes:
-                self._step_for_lightning(module, scaler, optimizer)
-        self._settle(trainer)
-        self.window.has_moved = not self.window.is_empty()
-        if self.window.has_moved:
-            self._gradients.normalize(optimizer, self.window.correction(trainer.world_size))
-            self.window.keep_reference()
-        else:
-            self._gradients.drop(optimizer)
+            contributes = self._engine.progress.last_batch == loop.all_batches(self._trainer)
+            self._skips.append(precision.ScaledStep(scaler, optimizer).finish)
+            if not contributes:
+                self._step_for_lightning(scaler, optimizer)
+        ranks = self._engine.ranks
+        # Without `weight_fn` all ranks contribute as much: Lightning refuses a None of some of them.
+        self._engine.begin_step(0, ranks.window_totals if self._is_weighted else ranks.equal_totals)
 
-    def _settle(self, trainer: Trainer) -> None:
-        """Sum weights over the ranks. Without `weight_fn` every rank has as many: Lightning refuses None there."""
-        window, ranks = self.window, trainer.world_size
-        if ranks == 1 or not self._is_weighted:
-            window.settle(float(window.weight) * ranks, window.loss, window.micro_batches * ranks)
-        else:
-            weight, contributions = sums(trainer, window.weight, window.micro_batches).tolist()
-            window.settle(weight, window.loss, int(contributions))
-
-    def _clip_what_is_left(self, module: LightningModule) -> None:
+    def _leave_out_clip_without_gradients(self) -> None:
         """Leave out the clip if a hook before the step has taken the gradients away: torch's, by value, needs some."""
-        own_clip = module.configure_gradient_clipping
+        own_clip = self._module.configure_gradient_clipping
 
         def own_clip_of_any(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            self._is_taken = not any_gradient(optimizer)
-            if not self._is_taken:
+            if any_gradient(optimizer):
                 own_clip(optimizer, *args, **kwargs)
+            else:
+                self._skips.append(lambda: True)
 
-        hooks.shadow_once(module, "configure_gradient_clipping", own_clip_of_any)
+        hooks.shadow_once(self._module, "configure_gradient_clipping", own_clip_of_any)
 
-    def _step_for_lightning(self, module: LightningModule, scaler: GradScaler, optimizer: Optimizer) -> None:
-        """Make the step that Lightning leaves out under a GradScaler where the window's last `training_step` gave None.
+    def _step_for_lightning(self, scaler: precision.GradScaler, optimizer: Optimizer) -> None:
+        """Take the step that Lightning leaves out under a GradScaler if the window's last `training_step` gave None.
 
-        It neither unscales then nor steps, but does call the hooks before the step, and clips after them.
+        It neither unscales nor steps then, but does call the hooks before the step, and clips after them.
         """
         if not precision.is_fused(optimizer):
             scaler.unscale_(optimizer)
-        own_clip = module.configure_gradient_clipping
+        own_clip = self._module.configure_gradient_clipping
 
         def own_clip_then_step(*args: Any, **kwargs: Any) -> None:
             own_clip(*args, **kwargs)
             scaler.step(optimizer)
             scaler.update()
 
-        hooks.shadow_once(module, "configure_gradient_clipping", own_clip_then_step)
+        hooks.shadow_once(self._module, "configure_gradient_clipping", own_clip_then_step)
 
-    def _add_loss(self, trainer: Trainer, loss: Tensor) -> None:
-        """Take in the loss, which Lightning has divided by the announced length, and the GradScaler has scaled.
+    @override
+    def end_batch(self) -> None:
+        """Count the window that this micro-batch has closed, then report it."""
+        if not self._works:
+            return
+        self._end_step()
+        if self._window.phase is not Phase.STEPPED:
+            return
+        reports = self._sums_losses and self._window.totals.weight > 0
+        step = self._engine.report(0) if reports else None
+        self._engine.close(at=loop.ready_batches(self._trainer))
+        if step is not None:
+            effective_step.notify(self._trainer, self._module, step)
 
-        Here and not in ``on_train_batch_end``, in which callbacks before this one may save what the window holds.
-        """
-        if self._is_awaited:
-            whole = precision.unscaled(trainer, loss.detach()) * int(trainer.accumulate_grad_batches)
-            self.window.add_loss(whole, self._weight)
+    def _end_step(self) -> None:
+        skipped = [was_skipped() for was_skipped in self._skips]  # all of them: each takes its hook away
+        self._skips.clear()
+        if self._window.phase is Phase.STEPPING:
+            self._window.end_step(moved=not any(skipped))
 
-    def close(self, trainer: Trainer, ledger: Ledger) -> EffectiveStep | None:
-        """Count the window that this micro-batch has closed; what it reports, if it had any weight."""
-        window, step = self.window, None
-        skipped = (self._step is not None and self._step.finish()) or self._is_taken
-        self._step = None
-        if window.has_moved and self._is_awaited:
-            loss = sums(trainer, window.loss)[0] / window.weight if trainer.world_size > 1 else window.mean_loss()
-            index = ledger.counters.effective_step
-            step = EffectiveStep(index, loss, window.weight, window.micro_batches, None, skipped)
-        ledger.close(skipped=skipped or not window.has_moved)
-        window.clear()
-        window.begin()
-        return step
+    @override
+    def before_save(self) -> None:
+        if loop.batch_is_processed(self._trainer):  # callbacks before the scheduler save before `end_batch`
+            self._end_step()
+
+    @override
+    def end_epoch(self) -> bool:
+        return self._window.is_pending
+
+    @override
+    def begin_epoch(self) -> None:
+        """Drop a window that the loop has left open: nothing steps with it in automatic optimization."""
+        progress = self._engine.progress
+        if progress.window.length is not None and progress.window.is_pending:
+            advice.warn_of_dropped_window(self._window.micro_batches)
+            self._engine.drop()
+
+    @override
+    def end_fit(self) -> None:
+        self.begin_epoch()
+
+    @override
+    def release(self) -> None:
+        hooks.unshadow_all(self._trainer.strategy, "block_backward_sync")
+        hooks.unshadow_all(self._module, "configure_gradient_clipping")

@@ -1,58 +1,79 @@
-"""Optimizer steps that a user makes by hand inside a window that the mixin will step."""
+"""Watching for optimizer steps that do not belong into a window: by hand, or in the hooks of a backward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_accum.window.ledger import Ledger
+from lightning_accum.gradients.buffers import parameters
+from lightning_accum.window.progress import Progress
+from lightning_accum.window.state import Phase
 
 
-class RawSteps:
+class HandStepGuard:
     """Refuses a step by hand of an optimizer whose window holds anything, through Lightning's wrapper or without.
 
     Args:
-        ledger: the books of the fit.
+        progress: of the training.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._is_ours = False
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._handles: list[RemovableHandle] = []
 
-    def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Look at every step from now on."""
+    def install(self, optimizers: Iterable[Optimizer]) -> None:
+        """Install the hooks."""
         self._handles = [
             optimizer.register_step_pre_hook(partial(self._check, position))
             for position, optimizer in enumerate(optimizers)
         ]
 
-    def release(self) -> None:
-        """Look at none."""
+    def remove(self) -> None:
+        """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
 
-    @contextmanager
-    def ours(self) -> Iterator[None]:
-        """Around the step that closes a window."""
-        self._is_ours = True
-        try:
-            yield
-        finally:
-            self._is_ours = False
-
-    def _check(self, position: int, optimizer: Optimizer, *_: Any) -> None:
-        window = self._ledger.optimizer(position)
+    def _check(self, position: int, optimizer: Optimizer, *_: object) -> None:
+        phase = self._progress.accumulator(position).phase
         # Fact: for a sharded checkpoint torch steps an optimizer that has no state yet, with a rate of 0.
         moves = any(group.get("lr") != 0 for group in optimizer.param_groups)
-        if not self._is_ours and moves and (window.micro_batches or window.has_closed):
+        if moves and phase not in (Phase.EMPTY, Phase.STEPPING):
             raise RuntimeError(
                 f"`{type(optimizer).__name__}.step()` was called by hand for an optimizer that `accumulate` steps: it"
                 " would step inside the window, or twice at its end. Leave it out, with its `zero_grad()`: `accumulate`"
-                " makes both when the window closes."
+                " does both when the window closes."
+            )
+
+
+class FirstBackwardGuard:
+    """Refuses an optimizer that steps in a hook of the backward: it cannot accumulate. It looks at one backward.
+
+    Args:
+        optimizers: whose parameters must not change during it.
+
+    References:
+        https://github.com/pytorch/tutorials/pull/2568
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        self._watched = [parameter for optimizer in optimizers for parameter in parameters(optimizer)]
+        self._versions: list[int] = []
+
+    def before(self) -> None:
+        """Note how often each parameter was changed in place."""
+        # Fact: torch counts it in `_version`.
+        self._versions = [parameter._version for parameter in self._watched]
+
+    def after(self) -> None:
+        """Raise if any has changed since."""
+        watched, versions = self._watched, self._versions
+        self._watched, self._versions = [], []
+        if versions != [parameter._version for parameter in watched]:
+            raise MisconfigurationException(
+                "Parameters changed during a backward: an optimizer steps in a hook (optimizer-in-backward), once for"
+                " every micro-batch. Step it once per window instead, or use the accumulation factor 1."
             )

@@ -1,82 +1,93 @@
-"""One optimizer's step under the mixin: in Lightning's wrapper, with the clip where it belongs."""
+"""One optimizer's step under the mixin: through Lightning's wrapper, with the clip where it belongs."""
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import override
 
-from lightning_accum.gradients import buffers as gradients
-from lightning_accum.gradients.buffers import any_gradient
+from lightning_accum.gradients import buffers
 from lightning_accum.gradients.precision import ScaledStep, active_scaler, without_autocast
-from lightning_accum.seams import hooks
-from lightning_accum.step.module_fit import FitLifeCycle, FitState
+from lightning_accum.seams import hooks, loop
+from lightning_accum.step.engine import Engine
+from lightning_accum.window.state import Phase
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 
-class OptimizerStep(FitLifeCycle):
-    """The mixin's part that steps an optimizer whose gradients are complete."""
+class OptimizerStep:
+    """Steps an optimizer whose gradient is the window's mean.
 
-    def _step_optimizer(self, state: FitState, optimizer: LightningOptimizer) -> bool:
+    Args:
+        engine: of the fit.
+        module: with the mixin.
+    """
+
+    def __init__(self, engine: Engine, module: LightningModule) -> None:
+        self._engine, self._module, self._trainer = engine, module, engine.trainer
+        self.grad_norm: Tensor | None = None  # of the last step, if its gradient was clipped by norm
+
+    def take(self, optimizer: LightningOptimizer, *, in_training_step: bool) -> bool:
         """Step through Lightning's wrapper: unscale, the hooks before the step, the module's own, the clip, the update.
 
-        The clip stands behind the module's own ``on_before_optimizer_step``, as in automatic optimization, so that the
-        hook sees the unclipped gradient and needs no ``super()`` call.
+        Args:
+            optimizer: Lightning's wrapper.
+            in_training_step: whether Lightning counts the step; outside of ``training_step`` it does not by itself.
 
         Returns:
-            Whether nothing has moved: a GradScaler has skipped the update, or a hook has taken the gradients away.
+            Whether the weights have moved: a GradScaler may skip the update, a hook may take the gradients away.
         """
-        own_hook, trainer, is_taken = self.on_before_optimizer_step, state.trainer, False
+        self.grad_norm = None
+        scaler, clipped = active_scaler(self._trainer), list[Optimizer]()
+        scaled_step = None if scaler is None else ScaledStep(scaler, optimizer.optimizer)
+        counted = nullcontext() if in_training_step else loop.counted(self._trainer, optimizer)
+        with without_autocast(self._module.device), self._clipping(clipped), counted:
+            optimizer.step()
+        if scaled_step is None:
+            return bool(clipped)
+        self._follow_scale(scaled_step.ratio)
+        return not scaled_step.finish() and bool(clipped)
+
+    def _clipping(self, clipped: list[Optimizer]) -> AbstractContextManager[None]:
+        """Let the clip run after the module's own ``on_before_optimizer_step``, as in automatic optimization.
+
+        So the hook sees the unclipped gradient, and needs no ``super()`` call.
+        """
+        module, trainer = self._module, self._trainer
+        own_hook = module.on_before_optimizer_step
 
         def own_hook_then_clip(optimizer: Optimizer) -> None:
-            nonlocal is_taken
             own_hook(optimizer)
-            is_taken = not any_gradient(optimizer)
-            if is_taken:
+            if not buffers.any_gradient(optimizer):
                 return
-            self.configure_gradient_clipping(
+            clipped.append(optimizer)
+            module.configure_gradient_clipping(
                 optimizer,
                 gradient_clip_val=trainer.gradient_clip_val,
                 gradient_clip_algorithm=trainer.gradient_clip_algorithm,
             )
 
-        state.grad_norm = None
-        scaler = active_scaler(trainer)
-        scaled_step = None if scaler is None else ScaledStep(scaler, optimizer.optimizer)
-        clipping = hooks.shadowed(self, "on_before_optimizer_step", own_hook_then_clip)
-        with without_autocast(self.device), clipping, state.raw_steps.ours():
-            optimizer.step()
-        if scaled_step is None:
-            return is_taken
-        self._follow_scale(state, scaled_step.ratio)
-        return scaled_step.finish() or is_taken
+        return hooks.shadowed(module, "on_before_optimizer_step", own_hook_then_clip)
 
-    def _follow_scale(self, state: FitState, ratio: Tensor) -> None:
-        """Keep the windows that are open for other optimizers right: their gradients carry the scale of before."""
-        for optimizer_idx, optimizer in enumerate(state.trainer.optimizers):
-            window = state.scheduler.ledger.optimizer(optimizer_idx)
-            if window.micro_batches and not window.has_closed:
-                gradients.scale(optimizer, ratio)
+    def _follow_scale(self, ratio: Tensor) -> None:
+        """Rescale the gradients of windows open for other optimizers: they carry the scale of before."""
+        for i, optimizer in enumerate(self._trainer.optimizers):
+            if self._engine.progress.accumulator(i).phase is Phase.OPEN:
+                buffers.scale(optimizer, ratio)
 
-    @override
-    def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
+    def clip(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
         """Clip as Lightning does, fused optimizers too; by norm, the norm is kept for `EffectiveStep.grad_norm`."""
-        state = self._accumulation
-        value = self.trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
-        algorithm = gradient_clip_algorithm or self.trainer.gradient_clip_algorithm or "norm"
-        if state is None:
-            super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
+        value = self._trainer.gradient_clip_val if value is None else value
+        algorithm = algorithm or self._trainer.gradient_clip_algorithm or "norm"
         if value is None or value <= 0:
             return
-        parameters = self.trainer.precision_plugin.main_params(optimizer)
+        parameters = self._trainer.precision_plugin.main_params(optimizer)
         if algorithm.lower() == "norm":
-            state.grad_norm = state.ranks.clip_by_norm(parameters, value)
+            self.grad_norm = self._engine.ranks.clip_by_norm(parameters, value)
         else:
             torch.nn.utils.clip_grad_value_(parameters, value)

@@ -1,150 +1,190 @@
-"""A checkpoint made anywhere: the state of a window that is open there, with its gradients, on all ranks.
+"""A checkpoint made anywhere: what it holds of the open window, with its gradients, on all ranks; and the way back.
 
-This adds at most one tensor per trainable parameter, and nothing where no window is open.
+It adds at most one tensor per trainable parameter, and nothing where no window is open.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 
-from lightning_accum.gradients.buffers import WindowGradients, any_gradient, parameters
-from lightning_accum.gradients.distributed import is_sharded, largest, means, sums
-from lightning_accum.gradients.precision import active_scaler
+from lightning_accum.gradients.buffers import Weight, WindowGradients, any_gradient, parameters
+from lightning_accum.gradients.distributed import all_reduce_max, all_reduce_mean, all_reduce_sum, is_sharded
+from lightning_accum.gradients.precision import active_scaler, loss_scale
 from lightning_accum.seams import loop
-from lightning_accum.window.ledger import Ledger
-from lightning_accum.window.weighting import OptimizerWindow, Weight
+from lightning_accum.window.progress import Progress
+from lightning_accum.window.state import Accumulator, Phase
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch.optim import Optimizer
 
+# Out
 
-def complete(
-    trainer: Trainer, ledger: Ledger, gradients: WindowGradients, checkpoint: dict[str, Any], left_out: str | None
+
+def snapshot(
+    trainer: Trainer, progress: Progress, gradients: WindowGradients, why_not: str | None = None
 ) -> dict[str, Any]:
-    """What the ledger's plain state lacks where a checkpoint is made inside a window or a micro-batch.
+    """Return what the plain state lacks where a checkpoint is made inside a window or a micro-batch.
 
     Args:
-        trainer: the Trainer that makes it.
-        ledger: the books.
+        trainer: the Trainer that saves.
+        progress: of the training.
         gradients: of the open window.
-        checkpoint: as Lightning has made it. A micro-batch whose gradient is in the state is entered as done, so that
-            Lightning does not repeat it: after an error behind `accumulate` it would be added twice. So is one that a
-            resumable loader will not give again, since the epoch would be one micro-batch short; the epoch's last
-            one is left to Lightning, which would else begin the next epoch inside the window.
-        left_out: why gradients are not saved; None if they are.
+        why_not: the reason to leave the gradients out; None to save them.
     """
-    is_processed = loop.batch_is_processed(trainer)
-    is_torn = ledger.is_torn and not is_processed
-    is_added = not is_torn and (ledger.has_batch or ledger.is_stepped)
-    is_lost = (
-        not (is_processed or is_added) and loop.loader_is_resumable(trainer) and not loop.epoch_is_complete(trainer)
-    )
-    if is_processed or is_added or is_lost:
-        loop.enter_batch_as_done(checkpoint)
-    if ledger.is_stepped and not is_torn:
-        counters = ledger.counters
-        skipped = counters.skipped_steps + (not ledger.has_moved)
-        lost = {"left_out": "only some of the optimizers had stepped"} if ledger.awaits_step else {}
-        return {"effective_step": counters.effective_step + 1, "skipped_steps": skipped, "window": None, **lost}
-    if ledger.window is None:
+    window = progress.window
+    if window.is_any(Phase.BACKWARD, Phase.STEPPING):
+        state = _left_out("a backward or a step was under way", progress)
+        # The loader will not give this micro-batch again: where it was the window's last one, no more will come.
+        if _is_lost(trainer, progress) and window.length and loop.ready_batches(trainer) >= window.length.end:
+            state["window"] = None
+        return state
+    if window.is_any(Phase.STEPPED):
+        some = window.is_any(Phase.OPEN)
+        return _counted(progress) | ({"left_out": "only some of the optimizers had stepped"} if some else {})
+    if window.length is None:
         return {}
-    if is_torn:
-        left_out = "a backward or a step was under way"
-    if left_out is None and is_sharded(trainer):
-        left_out = "they are sharded"
-    if left_out is not None:
-        over = {"window": None} if is_torn and is_lost and loop.ready_batches(trainer) >= ledger.window.end else {}
-        return {"left_out": left_out, **over} if ledger.is_pending else {"left_out": None}
-    return {"pending": pack(trainer, ledger, gradients)}
+    if why_not is None and is_sharded(trainer):
+        why_not = "they are sharded"
+    return {"pending": _pack(trainer, progress, gradients)} if why_not is None else _left_out(why_not, progress)
 
 
-def pack(trainer: Trainer, ledger: Ledger, gradients: WindowGradients) -> dict[str, Any]:
-    """What the open window holds, for a checkpoint; every rank must ask.
+def _left_out(reason: str, progress: Progress) -> dict[str, Any]:
+    return {"left_out": reason if progress.window.is_pending else None}
 
-    Sums are those over the ranks, gradients their mean, since one rank writes for all: plain numbers and tensors on the
-    CPU, which do not change when training goes on.
+
+def _counted(progress: Progress) -> dict[str, Any]:
+    skipped = progress.skipped_steps + (not progress.window.has_moved)
+    return {"effective_step": progress.effective_step + 1, "skipped_steps": skipped, "window": None}
+
+
+def batch_is_done(trainer: Trainer, progress: Progress) -> bool:
+    """Whether a resumed fit must not repeat the present micro-batch.
+
+    That is one whose contribution is in the state: after an error behind `accumulate` it would be added twice. So is
+    one that a resumable loader will not give again, since the epoch would be one micro-batch short.
+    """
+    return loop.batch_is_processed(trainer) or _is_added(trainer, progress) or _is_lost(trainer, progress)
+
+
+def _is_added(trainer: Trainer, progress: Progress) -> bool:
+    if progress.window.is_any(Phase.BACKWARD, Phase.STEPPING):
+        return False
+    return progress.last_batch == loop.all_batches(trainer) or progress.window.is_any(Phase.STEPPED)
+
+
+def _is_lost(trainer: Trainer, progress: Progress) -> bool:
+    if loop.batch_is_processed(trainer) or _is_added(trainer, progress):
+        return False
+    # The epoch's last micro-batch is left to Lightning, which would otherwise begin the next epoch inside the window.
+    return loop.loader_is_resumable(trainer) and not loop.epoch_is_complete(trainer)
+
+
+def _pack(trainer: Trainer, progress: Progress, gradients: WindowGradients) -> dict[str, Any]:
+    """The open window as plain numbers and CPU tensors, which do not change when training goes on.
+
+    Sums are those over the ranks, gradients their mean, since one rank writes for all. Every rank must call it.
     """
     return {
         "ranks": trainer.world_size,
-        "scale": _loss_scale(active_scaler(trainer)),
+        "scale": loss_scale(active_scaler(trainer)),
         "optimizers": {
-            i: _pack(trainer, ledger.optimizer(i), optimizer, gradients)
+            i: _pack_one(trainer, progress.accumulator(i), optimizer, gradients)
             for i, optimizer in enumerate(trainer.optimizers)
-            if trainer.world_size > 1 or ledger.optimizer(i).micro_batches
+            if trainer.world_size > 1 or progress.accumulator(i).micro_batches
         },
     }
 
 
-def _pack(
-    trainer: Trainer, window: OptimizerWindow, optimizer: Optimizer, gradients: WindowGradients
+def _pack_one(
+    trainer: Trainer, window: Accumulator, optimizer: Optimizer, gradients: WindowGradients
 ) -> dict[str, Any]:
     weight, loss, length = window.weight, window.loss, window.length
     counts = [window.micro_batches, window.batches]
     if trainer.world_size > 1:
-        weight, loss, *totals = sums(trainer, weight, loss, *counts).cpu()
-        counts, length = [int(total) for total in totals], float(largest(trainer, [length])[0])
+        weight, loss, *totals = all_reduce_sum(trainer, weight, loss, *counts).cpu()
+        counts, length = [int(total) for total in totals], float(all_reduce_max(trainer, [length])[0])
+    means = all_reduce_mean(trainer, gradients.held(optimizer), like=parameters(optimizer))
     return {
         "length": length,
         "micro_batches": counts[0],
         "batches": counts[1],
-        "weight": _copy(weight),
-        "loss": _copy(loss),
-        "gradients": [_copy(mean) for mean in means(trainer, gradients.held(optimizer), like=parameters(optimizer))],
+        "weight": _on_cpu(weight),
+        "loss": _on_cpu(loss),
+        "gradients": [None if mean is None else _on_cpu(mean) for mean in means],
     }
 
 
-def _copy(value: Any) -> Any:
+def _on_cpu(value: Weight) -> Weight:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-def lost(state: dict[str, Any]) -> str | None:
-    """Why gradients that a window has had do not come back from its state; None if there were none."""
-    if "pending" in state:
+# In
+
+
+def upgrade(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state of any earlier form in the present one."""
+    if "version" in state:
+        return state
+    window, samples = state["window"], state.get("samples")
+    names = ("steps", "mean_weight", "split_size")
+    kept = {i: dict(zip(names, values, strict=False)) for i, values in state["optimizers"].items()}
+    new = {
+        **state,
+        "version": 2,
+        "window": None if window is None else {"length": window[0], "opened_at": window[1]},
+        "samples": None if samples is None else {"seen": samples[0], "place": samples[1]},
+        "optimizers": kept,
+    }
+    if "pending" not in state and "left_out" not in state:
+        new["left_out"] = None if window is None else "0.1.0 saved none"
+    return new
+
+
+def restore_gradients(
+    trainer: Trainer, progress: Progress, gradients: WindowGradients, state: dict[str, Any]
+) -> str | None:
+    """Restore what the open window held; return the reason if it held gradients that do not come back."""
+    if "pending" not in state:
+        reason: str | None = state.get("left_out")
+        return reason
+    kept = state["pending"]["optimizers"]
+    if not all(i < len(trainer.optimizers) and _fits(trainer.optimizers[i], kept[i]["gradients"]) for i in kept):
         return "they are those of other parameters"
-    reason: str | None = state.get("left_out", "0.1.0 saved none" if state["window"] is not None else None)
-    return reason
+    _unpack(trainer, progress, gradients, state["pending"])
+    return None
 
 
-def fits(trainer: Trainer, packed: dict[str, Any]) -> bool:
-    """Whether the gradients are those of the present optimizers' parameters."""
-    return all(
-        i < len(trainer.optimizers) and _fit(trainer.optimizers[i], kept["gradients"])
-        for i, kept in packed["optimizers"].items()
-    )
-
-
-def _fit(optimizer: Optimizer, gradients: list[Tensor | None]) -> bool:
-    shapes = [parameter.shape for parameter in parameters(optimizer)]
+def _fits(optimizer: Optimizer, gradients: Iterable[Tensor | None]) -> bool:
+    shapes, gradients = [parameter.shape for parameter in parameters(optimizer)], list(gradients)
     return len(shapes) == len(gradients) and all(
         gradient is None or gradient.shape == shape for gradient, shape in zip(gradients, shapes, strict=True)
     )
 
 
-def unpack(trainer: Trainer, ledger: Ledger, gradients: WindowGradients, packed: dict[str, Any]) -> None:
-    """Let the window go on where the checkpoint was made; the number of ranks and the loss scale may have changed."""
+def _unpack(trainer: Trainer, progress: Progress, gradients: WindowGradients, packed: dict[str, Any]) -> None:
+    """Continue the window; the number of ranks and the loss scale may have changed."""
     ranks, scaler = trainer.world_size, active_scaler(trainer)
     if scaler is not None:  # Fact: it makes its scale when it first scales a loss, and none may be left in the window
         scaler.scale(torch.zeros((), device=trainer.strategy.root_device))
-    scale = _loss_scale(scaler) / packed["scale"]
+    # A sync averages over the ranks: each one's share of the sum, as if it had added it.
+    factor = loss_scale(scaler) / packed["scale"] * packed["ranks"] / ranks
     for i, kept in packed["optimizers"].items():
-        window = ledger.optimizer(i)
-        window.length = kept["length"]
-        window.micro_batches, window.batches = (ceil(kept[name] / ranks) for name in ("micro_batches", "batches"))
-        window.weight, window.loss = (_share(kept[name], trainer) for name in ("weight", "loss"))
-        # A sync averages over the ranks: each one's share of the sum, as if it had made it.
-        factor = scale * packed["ranks"] / ranks
-        gradients.hold(trainer.optimizers[i], [g if g is None else g * factor for g in kept["gradients"]])
-        window.has_gradients = any_gradient(trainer.optimizers[i])
-
-
-def _loss_scale(scaler: GradScaler | None) -> float:
-    return 1.0 if scaler is None else scaler.get_scale()
+        optimizer = trainer.optimizers[i]
+        gradients.hold(optimizer, [None if g is None else g * factor for g in kept["gradients"]])
+        progress.accumulator(i).restore(
+            length=kept["length"],
+            micro_batches=ceil(kept["micro_batches"] / ranks),
+            batches=ceil(kept["batches"] / ranks),
+            weight=_share(kept["weight"], trainer),
+            loss=_share(kept["loss"], trainer),
+            has_gradients=any_gradient(optimizer),
+        )
 
 
 def _share(total: Weight, trainer: Trainer) -> Weight:

@@ -22,7 +22,7 @@ from ranks.test_ranks import ManualRanked, Ranked, assert_equal_to, fit_on_ranks
 from torch import Tensor, distributed, nn
 
 from lightning_accum import AccumulationScheduler
-from lightning_accum.window.weighting import OptimizerWindow
+from lightning_accum.window.state import Accumulator, Contribution, History, Totals
 
 BOTH = pytest.mark.parametrize("door", SCHEDULED)
 TOYS = {CALLBACK: Toy, MIXIN: ManualToy}
@@ -97,16 +97,19 @@ def test_b89_every_strategy_averages_over_the_ranks_or_has_one_or_is_refused(kin
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_b89_a_mean_over_ranks_is_undone_exactly_once(ranks: int) -> None:
     weights = [[1.0 + rank, 3.0, 2.0 * rank] for rank in range(ranks)]
-    windows = [OptimizerWindow() for _ in weights]
+    windows = [Accumulator(History(), sees_all_weights=ranks == 1) for _ in weights]
     gradient = 0.0
     for window, of_rank in zip(windows, weights, strict=True):
         for weight in of_rank:
-            window.add(weight, 3, alone=ranks == 1)
-            gradient += window.scale(weight) / ranks  # each loss has gradient 1: the weighted mean is 1
+            gradient += (
+                window.begin_backward(Contribution(weight), 3) / ranks
+            )  # each loss has gradient 1: the weighted mean is 1
+            window.end_backward()
     total = sum(map(sum, weights))
     for window in windows:
-        window.settle(total, torch.tensor(0.0), 3 * ranks)
-        assert gradient * window.correction(ranks) == pytest.approx(1.0, abs=1e-12)
+        assert gradient * window.begin_step(Totals(total, torch.tensor(0.0), 3 * ranks, ranks)) == pytest.approx(
+            1.0, abs=1e-12
+        )
 
 
 # B60, B89: strategies that cannot leave the sync out

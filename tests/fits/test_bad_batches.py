@@ -74,7 +74,7 @@ def test_a_masked_mean_over_nothing_leaves_no_trace(door: str, weight: str, flag
 @pytest.mark.parametrize("flags", [dict, scaled], ids=["float64", "GradScaler"])
 def test_a_window_over_nothing_makes_no_step(door: str, weight: str, flags: Any) -> None:
     module = fit(door, MaskedMean, as_given(masked(0, 0, 4, 4)), 2, weight_fn=WEIGHTS[weight], **flags())
-    steps = next(c for c in module.trainer.callbacks if isinstance(c, AccumulationScheduler)).ledger.counters
+    steps = next(c for c in module.trainer.callbacks if isinstance(c, AccumulationScheduler)).progress
     assert (steps.effective_step, steps.skipped_steps) == (2, 1)
     assert len(module.updates) == 1
     # In automatic optimization LR schedulers are Lightning's, which advance on a skipped step too

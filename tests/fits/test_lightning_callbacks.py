@@ -114,7 +114,7 @@ def test_on_exception_checkpoint_has_the_steps_made_and_the_fit_goes_on_with_tho
     state = torch.load("on_exception.ckpt", weights_only=True)
     assert (state["global_step"], state["epoch"], state["state_dict"]["w"].item()) == (3, 1, -3.0)
     (ours,) = (state for name, state in state["callbacks"].items() if "AccumulationScheduler" in name)
-    assert (ours["effective_step"], ours["skipped_steps"], ours["window"]) == (3, 0, [3, 4])
+    assert (ours["effective_step"], ours["skipped_steps"], ours["window"]) == (3, 0, {"length": 3, "opened_at": 4})
 
     resumed = fit(door, Toy, ones(7), 4, max_epochs=3, ckpt_path="on_exception.ckpt")
     assert resumed.trainer.global_step == 6
@@ -279,7 +279,7 @@ class Books(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         (scheduler,) = (c for c in trainer.callbacks if isinstance(c, AccumulationScheduler))
-        self.read.append((scheduler.state_dict()["effective_step"], scheduler.ledger.is_pending))
+        self.read.append((scheduler.state_dict()["effective_step"], scheduler.progress.window.is_pending))
 
 
 class FindsInEpoch1(LearningRateFinder):

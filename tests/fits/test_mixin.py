@@ -289,7 +289,7 @@ def test_bad_input_is_refused_and_leaves_nothing(call: Any, error: type[Exceptio
     with pytest.raises(error, match=message):
         trainer.fit(module, ones(2))
     assert (trainer.accumulate_grad_batches, trainer.gradient_clip_val) == (2, 0.5)
-    assert module.__dict__.get("_accumulation") is None
+    assert module._accumulation.step is None
     fine = ManualToy()
     trainer.fit(fine, ones(4))
     assert fine.updates == [pytest.approx(-0.5, abs=1e-6)] * 2
@@ -355,10 +355,10 @@ class CopiesItself(Steps):
 def test_the_state_of_a_fit_copies_and_pickles_as_empty_and_goes_with_it() -> None:
     module = CopiesItself()
     make_trainer(accumulate_grad_batches=3).fit(module, ones(3))
-    assert module.copied._accumulation is None
-    assert pickle.loads(module.pickled) is None
-    assert pickle.loads(module.whole)._accumulation is None
-    assert module._accumulation is None
+    assert module.copied._accumulation.step is None
+    assert pickle.loads(module.pickled).step is None
+    assert pickle.loads(module.whole)._accumulation.step is None
+    assert module._accumulation.step is None
     assert module.effective_step == 1
     assert not {"training_step", "configure_optimizers", "on_before_optimizer_step"} & module.__dict__.keys()
 

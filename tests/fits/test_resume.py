@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 from doors import CALLBACK, MIXIN, SCHEDULED
-from helpers import item_losses, make_batches, make_net
+from helpers import counters, item_losses, make_batches, make_net
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from resume_helpers import Learner, Options, Resumable, Saves, assert_goes_on, saved_places, train
@@ -358,4 +358,4 @@ def test_an_error_between_the_steps_of_two_optimizers_costs_the_seconds_window_a
     assert resumed.seen == whole.seen[4:]
     assert torch.equal(resumed.net[0].weight, whole.net[0].weight)
     assert not torch.equal(resumed.other[0].weight, whole.other[0].weight)
-    assert resumed.ours.ledger.counters == whole.ours.ledger.counters
+    assert counters(resumed.ours.progress) == counters(whole.ours.progress)

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import Engine, Factors, ManualToy, Toy, as_given, make_trainer, ones
+from helpers import Engine, Factors, ManualToy, Toy, as_given, counters, make_trainer, ones
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -91,7 +91,7 @@ def test_a_fit_resumed_between_windows_goes_on_with_the_schedule(
     resumed, trainer, scheduler = run(ckpt_path=f"{at}.ckpt")
     assert resumed.weights == whole.weights[at + 1 :]
     assert trainer.global_step == whole_trainer.global_step
-    assert scheduler.ledger.counters == whole_scheduler.ledger.counters
+    assert counters(scheduler.progress) == counters(whole_scheduler.progress)
     assert trainer.fit_loop.epoch_loop._batches_that_stepped == whole_trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_plain_lightning_goes_on_with_its_step_count(door: type[
     with pytest.warns(UserWarning, match="ended before the epoch ended"):  # Lightning's, about the loader
         trainer.fit(module, ones(12), ckpt_path="3.ckpt")
     assert module.updates == [-4.0, -1.0, -1.0]  # w = -4 comes from the checkpoint
-    assert scheduler.ledger.counters.effective_step == 6
+    assert scheduler.progress.effective_step == 6
 
 
 class Forgetful(AccumulationScheduler):
@@ -304,7 +304,7 @@ def test_a_window_of_total_weight_0_moves_nothing_and_is_counted_as_skipped(as_t
     make_trainer(callbacks=[scheduler, reports], **flags).fit(module, ones(4))
     assert module.weights[:3] == [1.0, 1.0, 1.0]
     assert module.weights[3] == pytest.approx(1 - 0.05 - 0.1)
-    assert (scheduler.ledger.counters.effective_step, scheduler.ledger.counters.skipped_steps) == (2, 1)
+    assert (scheduler.progress.effective_step, scheduler.progress.skipped_steps) == (2, 1)
     assert [step.index for step in reports.steps] == [1]
 
 

@@ -229,7 +229,7 @@ def test_a_second_fit_begins_clean(door: str, name: str) -> None:
     trainer = make_trainer(callbacks=[module.ours])
     trainer.fit(module, ones(6))
     assert module.w.item() == before - 2.0
-    assert (trainer.global_step, module.ours.ledger.counters.effective_step) == (2, 2)
+    assert (trainer.global_step, module.ours.progress.effective_step) == (2, 2)
 
 
 @pytest.mark.parametrize("door", SCHEDULED)

@@ -99,13 +99,13 @@ def run_with(policy: str, name: str, *callbacks: L.Callback, **more: Any) -> Any
 def test_a_resumed_fit_goes_on_as_the_whole_one_does(policy: str, name: str) -> None:
     whole = run_with(policy, name, Saves())
     closed = {"carry": 3, "drop": 2}[policy]
-    assert whole.ours.ledger.counters.effective_step == closed or "steps" in name
+    assert whole.ours.progress.effective_step == closed or "steps" in name
     assert not torch.equal(whole.net[0].weight, type(whole)().net[0].weight.to(whole.dtype))
     for done in (5, 7, 11):  # inside a window; where an epoch ends; where the last place of one is left
         resumed = run_with(policy, name, ckpt_path=f"{done - 1}.ckpt")
         assert_goes_on(whole, resumed, done)
         if "memory" in name:  # the size that fits is kept: nothing is tried with more
-            assert resumed.ours.ledger.optimizer(0).micro_batch_size == 2
+            assert resumed.ours.progress.history(0).split_size == 2
             assert resumed.failures == 0 < whole.failures
 
 

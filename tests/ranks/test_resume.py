@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing import ProcessRaisedException
 
 from lightning_accum import AccumulationScheduler
-from lightning_accum.gradients.distributed import largest, means
+from lightning_accum.gradients.distributed import all_reduce_max, all_reduce_mean
 
 FACTOR = 4
 EQUAL = [[2] * 6] * 2
@@ -107,8 +107,8 @@ class Asks(ManualSaved):
         tensors = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])] if first else [torch.tensor([4.0, 0.0]), None]
         like = [torch.zeros(2), torch.zeros(1), torch.zeros(3)]
         kept = {
-            "largest": largest(self.trainer, [1.0, -5.0] if first else [0.5, 7.0]),
-            "means": means(self.trainer, [*tensors, None], like),
+            "largest": all_reduce_max(self.trainer, [1.0, -5.0] if first else [0.5, 7.0]),
+            "means": all_reduce_mean(self.trainer, [*tensors, None], like),
             "unchanged": tensors,
         }
         torch.save(kept, f"asked{self.global_rank}.pt")

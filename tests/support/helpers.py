@@ -223,3 +223,8 @@ def big_batch_weights(
         optimizer.step()
         history.append(flat(net))
     return history
+
+
+def counters(progress: Any) -> tuple[int, int]:
+    """Windows closed so far, and how many of them moved no weights."""
+    return progress.effective_step, progress.skipped_steps

@@ -125,7 +125,7 @@ def train(
 
 def outcome(module: Any) -> dict[str, Any]:
     """Everything that a resumed training must have in common with the whole one."""
-    trainer, counters = module.trainer, module.ours.ledger.counters
+    trainer, counters = module.trainer, module.ours.progress
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return {
         "weights": module.state_dict(),

@@ -12,7 +12,7 @@ from helpers import ManualToy, Toy, as_given, make_trainer, ones
 from torch import Tensor
 
 from lightning_accum import AccumulationScheduler, EffectiveStep
-from lightning_accum.effective_step import is_awaited
+from lightning_accum.effective_step import has_listeners
 
 DOORS = pytest.mark.parametrize("door", [Toy, ManualToy], ids=["automatic", "mixin"])
 X = [1.0, 3.0, 8.0, 2.0, 5.0]
@@ -116,11 +116,11 @@ def test_log_works_in_the_hook_as_in_the_lightning_hook_around_it(door: type[Toy
 
 
 @DOORS
-def test_it_is_awaited_by_whoever_defines_it(door: type[Toy]) -> None:
+def test_it_has_listeners_by_whoever_defines_it(door: type[Toy]) -> None:
     quiet, told = make_trainer(callbacks=[AccumulationScheduler(2)]), []  # type: ignore[var-annotated]
-    assert not is_awaited(quiet, door())
-    assert is_awaited(quiet, listening(door, told))
-    assert is_awaited(make_trainer(callbacks=[Listener("a", told)]), door())
+    assert not has_listeners(quiet, door())
+    assert has_listeners(quiet, listening(door, told))
+    assert has_listeners(make_trainer(callbacks=[Listener("a", told)]), door())
 
 
 def test_a_norm_is_reported_where_the_mixin_clips_by_it() -> None:

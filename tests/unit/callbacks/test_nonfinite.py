@@ -90,7 +90,7 @@ def test_it_stands_behind_the_scheduler_wherever_the_user_puts_it(
     callbacks = [NonFiniteGuard("skip"), scheduler] if guard_first else [scheduler, NonFiniteGuard("skip")]
     make_trainer(precision="bf16-true", callbacks=callbacks).fit(module, data(1, 1, INF, 1, 3, 1))
     assert [step.skipped for step in module.steps] == [False, True, False]
-    counters = scheduler.ledger.counters
+    counters = scheduler.progress
     assert (counters.effective_step, counters.skipped_steps) == (3, 1)
     # The mixin leaves the learning rate on a skipped step; in automatic optimization Lightning halves it.
     assert module.weights == [-1.0, -1.0, -1.5 if door == CALLBACK else -2.0]
@@ -192,7 +192,7 @@ def test_any_callback_that_takes_the_gradients_away_skips_the_step(
     make_trainer(callbacks=[scheduler, TakesAway()], plugins=plugins).fit(module, data(1, 1, 1, 5, 3, 1))
     assert module.weights == [-1.0, -1.0, -1.5 if door is Told else -2.0]
     assert [step.skipped for step in module.steps] == [False, True, False]
-    assert scheduler.ledger.counters.skipped_steps == 1
+    assert scheduler.progress.skipped_steps == 1
 
 
 # What counts as finite

@@ -86,7 +86,7 @@ def test_automatic_optimization_tells_of_a_skipped_step() -> None:
         module, scheduler = Told(fused), AccumulationScheduler(2)
         make_trainer(callbacks=[scheduler], plugins=[scaled()]).fit(module, data(1, 1, 1, INF, 3, 1))
         assert [step.skipped for step in module.steps] == [False, True, False]
-        assert (scheduler.ledger.counters.effective_step, scheduler.ledger.counters.skipped_steps) == (3, 1)
+        assert (scheduler.progress.effective_step, scheduler.progress.skipped_steps) == (3, 1)
         assert module.weights == [-1.0, -1.0, -1.5]  # Lightning advances the learning rate on a skipped step too
 
 

@@ -270,7 +270,7 @@ def test_a_checkpoint_after_an_exception_holds_the_fits_state(door: Door, make: 
         trainer.fit(module, ones(5))
     states = torch.load("on_exception.ckpt", weights_only=True)["callbacks"]
     (state,) = (state for name, state in states.items() if "AccumulationScheduler" in name)
-    assert (state["effective_step"], state["window"]) == (1, [2, 2])
+    assert (state["effective_step"], state["window"]) == (1, {"length": 2, "opened_at": 2})
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test"])

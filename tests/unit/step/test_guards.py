@@ -4,66 +4,86 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from lightning_accum.step.guards import RawSteps
-from lightning_accum.window.ledger import Ledger
+from lightning_accum.step.guards import FirstBackwardGuard, HandStepGuard
+from lightning_accum.window.progress import Progress
+from lightning_accum.window.state import Contribution, Totals
 
 
-def watched() -> tuple[Ledger, RawSteps, list[torch.optim.Optimizer]]:
+def watched() -> tuple[Progress, HandStepGuard, list[torch.optim.Optimizer]]:
     optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0) for _ in range(2)]
-    ledger = Ledger()
-    steps = RawSteps(ledger)
-    steps.watch(optimizers)
-    return ledger, steps, optimizers
+    progress = Progress()
+    guard = HandStepGuard(progress)
+    guard.install(optimizers)
+    return progress, guard, optimizers
+
+
+def contribute(progress: Progress, optimizer_idx: int) -> None:
+    progress.accumulator(optimizer_idx).begin_backward(Contribution(1.0), 2)
+    progress.accumulator(optimizer_idx).end_backward()
 
 
 def test_a_step_is_refused_for_the_optimizer_whose_window_holds_something() -> None:
-    ledger, _, (first, second) = watched()
+    progress, _, (first, second) = watched()
     first.step()
-    ledger.optimizer(1).add(1.0, 2)
+    contribute(progress, 1)
     first.step()
     with pytest.raises(RuntimeError, match=r"`SGD.step\(\)` was called by hand"):
         second.step()
 
 
-def test_also_behind_the_windows_own_step_in_the_same_micro_batch() -> None:
-    ledger, _, (first, _) = watched()
-    ledger.optimizer(0).has_closed = True
+def test_the_windows_own_step_is_let_through_and_none_after_it_in_the_same_micro_batch() -> None:
+    progress, _, (first, _) = watched()
+    contribute(progress, 0)
+    window = progress.accumulator(0)
+    window.begin_step(Totals(1.0, 0.0, 1))
+    first.step()
+    window.end_step(moved=True)
     with pytest.raises(RuntimeError, match="twice at its end"):
         first.step()
-    ledger.optimizer(0).begin()
+    progress.close()
     first.step()
 
 
-def test_the_windows_own_step_is_let_through_and_a_failing_one_leaves_the_watch_as_it_was() -> None:
-    ledger, steps, (first, _) = watched()
-    ledger.optimizer(0).add(1.0, 2)
-    with steps.ours():
-        first.step()
-    with pytest.raises(ArithmeticError), steps.ours():
-        raise ArithmeticError
-    with pytest.raises(RuntimeError, match="by hand"):
-        first.step()
-
-
-def test_after_the_fit_nobody_looks() -> None:
-    ledger, steps, (first, _) = watched()
-    ledger.optimizer(0).add(1.0, 2)
-    steps.release()
+def test_after_the_fit_no_step_is_refused() -> None:
+    progress, guard, (first, _) = watched()
+    contribute(progress, 0)
+    guard.remove()
     first.step()
 
 
-def test_a_step_that_torch_makes_for_the_state_in_a_sharded_checkpoint_is_let_through() -> None:
-    ledger, _, (first, _) = watched()
+def test_a_step_that_torch_takes_for_the_state_in_a_sharded_checkpoint_is_let_through() -> None:
+    progress, _, (first, _) = watched()
     (parameter,) = first.param_groups[0]["params"]
     adam = torch.optim.AdamW([parameter], lr=0.1)
-    RawSteps(ledger).watch([adam])
-    ledger.optimizer(0).add(1.0, 2)
+    HandStepGuard(progress).install([adam])
+    contribute(progress, 0)
     model = nn.ParameterList([parameter])
     _, state = get_state_dict(model, adam)
     assert "exp_avg" in state["state"]["0"]
     assert adam.param_groups[0]["lr"] == 0.1
     with pytest.raises(RuntimeError, match="by hand"):
         adam.step()
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_parameter_that_changes_during_the_first_backward_is_refused_and_later_ones_are_not_watched(
+    changes: bool,
+) -> None:
+    _, _, (first, second) = watched()
+    (parameter,) = first.param_groups[0]["params"]
+    guard = FirstBackwardGuard([first, second])
+    guard.before()
+    if changes:
+        with torch.no_grad():
+            parameter.add_(1.0)
+        with pytest.raises(MisconfigurationException, match="optimizer-in-backward"):
+            guard.after()
+    guard.after()
+    guard.before()
+    with torch.no_grad():
+        parameter.add_(1.0)
+    guard.after()

@@ -200,7 +200,7 @@ def test_plateau_without_a_monitor_is_refused() -> None:
             optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
             return [optimizer], [ReduceLROnPlateau(optimizer)]
 
-    with pytest.raises(MisconfigurationException, match="needs a metric to follow"):
+    with pytest.raises(MisconfigurationException, match="must include a monitor when a `ReduceLROnPlateau`"):
         make_trainer().fit(Without(), ones(1))
 
 

@@ -16,8 +16,10 @@ from resume_helpers import Resumable, Saves, outcome, same, train
 from torch import nn
 
 from lightning_accum.gradients.buffers import WindowGradients
-from lightning_accum.window import checkpoint as pending
-from lightning_accum.window.ledger import Ledger
+from lightning_accum.seams.window_length import WindowLength
+from lightning_accum.window import checkpoint as checkpoints
+from lightning_accum.window.progress import Progress
+from lightning_accum.window.state import Contribution, Phase, Totals, Window
 
 DOORS = pytest.mark.parametrize("door", SCHEDULED)
 DATA = make_batches([2, 1, 3, 2, 5, 1, 4])
@@ -60,8 +62,9 @@ def test_gradients_are_in_it_only_while_a_window_is_open(door: str) -> None:
             (held,) = state["pending"]["optimizers"].values()
             assert held["micro_batches"] == after % 7 % 4 + 1
             assert [gradient.shape for gradient in held["gradients"]] == shapes
-            assert state["window"] == [4, 0] if after % 7 < 3 else [3, 4]
-            assert all(type(number) is int for number in state["window"])
+            length, opened_at = (4, 0) if after % 7 < 3 else (3, 4)
+            assert state["window"] == {"length": length, "opened_at": opened_at}
+            assert all(type(number) is int for number in state["window"].values())
 
 
 @DOORS
@@ -117,7 +120,8 @@ def test_a_loader_that_begins_anew_is_warned_of_once(door: str) -> None:
 @DOORS
 def test_a_checkpoint_of_an_older_version_goes_on_with_what_is_left_and_that_is_warned_of(door: str) -> None:
     fit(door, [Saves(5)])
-    change("5.ckpt", lambda state: state.pop("pending"))
+    old = {"effective_step": 3, "skipped_steps": 0, "window": [3, 4], "optimizers": {0: [3, 1.0]}}
+    change("5.ckpt", lambda state: (state.clear(), state.update(old)))
     with pytest.warns(UserWarning, match=r"without its gradients \(0\.1\.0 saved none\)"):
         assert fit(door, ckpt_path="5.ckpt").micro_batches == [1, 4, 3]
 
@@ -159,6 +163,9 @@ def test_the_loss_scale_may_be_another_one(door: str, before: bool) -> None:
 # Its parts
 
 
+DONE = SimpleNamespace(ready=4, processed=4)  # the micro-batch's training step is through
+
+
 def alone(*optimizers: torch.optim.Optimizer, scale: float | None = None) -> Any:
     """What the functions ask a Trainer for, of one process."""
     scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
@@ -168,7 +175,8 @@ def alone(*optimizers: torch.optim.Optimizer, scale: float | None = None) -> Any
         world_size=1,
         optimizers=list(optimizers),
         precision_plugin=SimpleNamespace(scaler=scaler),
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        strategy=SimpleNamespace(root_device=torch.device("cpu"), model=None),
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=DONE))),
     )
 
 
@@ -179,6 +187,17 @@ def an_optimizer(*gradients: list[float] | None) -> torch.optim.Optimizer:
     return torch.optim.SGD(made, lr=1.0)
 
 
+def contribute(progress: Progress, optimizer_idx: int, weight: Any = 1.0, loss: Any = None) -> None:
+    """One contribution to a window of four."""
+    progress.window.length = WindowLength(4)
+    progress.accumulator(optimizer_idx).begin_backward(Contribution(weight, loss), 4)
+    progress.accumulator(optimizer_idx).end_backward()
+
+
+def restore(trainer: Any, progress: Progress, state: dict[str, Any]) -> str | None:
+    return checkpoints.restore_gradients(trainer, progress, WindowGradients(in_float32=False), state)
+
+
 def grads(optimizer: torch.optim.Optimizer) -> list[Any]:
     made = optimizer.param_groups[0]["params"]
     return [None if parameter.grad is None else parameter.grad.tolist() for parameter in made]
@@ -187,36 +206,77 @@ def grads(optimizer: torch.optim.Optimizer) -> list[Any]:
 @pytest.mark.parametrize("weight", [3.0, torch.tensor(3.0, dtype=torch.float64)], ids=["number", "tensor"])
 @pytest.mark.parametrize(("scale", "factor"), [(None, 1.0), (8.0, 8.0)])
 def test_what_is_packed_is_unpacked_under_another_scale(weight: Any, scale: float | None, factor: float) -> None:
-    ledger, optimizer = Ledger(), an_optimizer([1.0, -2.0], None)
-    window = ledger.optimizer(0)
-    window.add(weight, 4)
-    window.add_loss(torch.tensor(2.0, dtype=torch.float64), weight)
-    packed = pending.pack(alone(optimizer), ledger, WindowGradients(in_float32=False))
+    progress, optimizer = Progress(), an_optimizer([1.0, -2.0], None)
+    contribute(progress, 0, weight, torch.tensor(2.0, dtype=torch.float64))
+    state = checkpoints.snapshot(alone(optimizer), progress, WindowGradients(in_float32=False))
     optimizer.param_groups[0]["params"][0].grad.zero_()  # a copy was packed
 
-    other, empty = Ledger(), an_optimizer(None, None)
-    assert pending.fits(alone(empty), packed)
-    pending.unpack(alone(empty, scale=scale), other, WindowGradients(in_float32=False), packed)
+    other, empty = Progress(), an_optimizer(None, None)
+    assert restore(alone(empty, scale=scale), other, state) is None
     assert grads(empty) == [[factor, -2.0 * factor], None]
-    gone_on = other.optimizer(0)
-    assert (gone_on.length, gone_on.micro_batches, gone_on.has_gradients) == (4, 1, True)
+    gone_on = other.accumulator(0)
+    assert (gone_on.phase, gone_on.length, gone_on.micro_batches, gone_on.has_gradients) == (Phase.OPEN, 4, 1, True)
     assert float(gone_on.weight) == 3.0
     assert float(gone_on.loss) == 6.0
 
 
 def test_an_optimizer_that_holds_nothing_is_not_packed() -> None:
-    ledger, first, second = Ledger(), an_optimizer(None), an_optimizer([1.0, 1.0])
-    ledger.optimizer(1).add(1.0, 2)
-    packed = pending.pack(alone(first, second), ledger, WindowGradients(in_float32=False))
-    assert list(packed["optimizers"]) == [1]
+    progress, first, second = Progress(), an_optimizer(None), an_optimizer([1.0, 1.0])
+    contribute(progress, 1)
+    state = checkpoints.snapshot(alone(first, second), progress, WindowGradients(in_float32=False))
+    assert list(state["pending"]["optimizers"]) == [1]
 
 
 def test_gradients_fit_parameters_of_their_number_and_shapes() -> None:
-    ledger, optimizer = Ledger(), an_optimizer([1.0, 2.0], None)
-    ledger.optimizer(0).add(1.0, 2)
-    packed = pending.pack(alone(optimizer), ledger, WindowGradients(in_float32=False))
+    progress, optimizer = Progress(), an_optimizer([1.0, 2.0], None)
+    contribute(progress, 0)
+    state = checkpoints.snapshot(alone(optimizer), progress, WindowGradients(in_float32=False))
     larger = torch.optim.SGD([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))], lr=1.0)
-    assert pending.fits(alone(an_optimizer(None, None)), packed)
-    assert not pending.fits(alone(an_optimizer(None)), packed)
-    assert not pending.fits(alone(larger), packed)
-    assert not pending.fits(alone(), packed)
+    assert restore(alone(an_optimizer(None, None)), Progress(), state) is None
+    for other in (alone(an_optimizer(None)), alone(larger), alone()):
+        assert restore(other, Progress(), state) == "they are those of other parameters"
+
+
+# The table over phases
+
+
+def to(phase: Phase) -> Progress:
+    """A window that has come to a phase, with one contribution, at a place in its epoch."""
+    progress = Progress(effective_step=5, window=Window(WindowLength(4, 0)))
+    window = progress.accumulator(0)
+    if phase is Phase.EMPTY:
+        return progress
+    window.begin_backward(Contribution(1.0), 4)
+    window.end_backward()
+    if phase is Phase.BACKWARD:
+        window.begin_backward(Contribution(1.0), 4)
+    if phase in (Phase.STEPPING, Phase.STEPPED):
+        window.begin_step(Totals(1.0, 0.0, 1))
+    if phase is Phase.STEPPED:
+        window.end_step(moved=True)
+    return progress
+
+
+TORN = {"left_out": "a backward or a step was under way"}
+
+
+@pytest.mark.parametrize(
+    ("phase", "saved"),
+    [
+        (Phase.EMPTY, None),
+        (Phase.OPEN, None),
+        (Phase.BACKWARD, TORN),
+        (Phase.STEPPING, TORN),
+        (Phase.STEPPED, {"effective_step": 6, "skipped_steps": 0, "window": None}),
+    ],
+)
+def test_what_is_saved_in_each_phase(phase: Phase, saved: dict[str, Any] | None) -> None:
+    state = checkpoints.snapshot(alone(an_optimizer([1.0, 1.0])), to(phase), WindowGradients(in_float32=False))
+    if saved is None:
+        assert list(state["pending"]["optimizers"]) == ([0] if phase is Phase.OPEN else [])
+    else:
+        assert state == saved
+
+
+def test_nothing_is_saved_between_windows() -> None:
+    assert checkpoints.snapshot(alone(an_optimizer(None)), Progress(), WindowGradients(in_float32=False)) == {}

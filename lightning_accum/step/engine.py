@@ -1,0 +1,198 @@
+"""What both kinds of optimization share: from a loss's scale to the counted window.
+
+They differ only in what runs the backward and the optimizer step: Lightning, or the mixin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_accum.checks import advice
+from lightning_accum.checks.arguments import as_weight, check_not_zeroed
+from lightning_accum.effective_step import EffectiveStep
+from lightning_accum.gradients.buffers import Weight, WindowGradients, any_gradient, parameters
+from lightning_accum.gradients.distributed import Ranks
+from lightning_accum.schedule.factors import PartialWindow
+from lightning_accum.seams import loop
+from lightning_accum.seams.flags import TrainerFlags
+from lightning_accum.window.progress import Progress
+from lightning_accum.window.state import Contribution, Phase, Totals
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+@dataclass(frozen=True)
+class Options:
+    """What an AccumulationScheduler was asked for, apart from the schedule; its arguments of the same names."""
+
+    weight_fn: Callable[[Any], Any] | None
+    partial_window: PartialWindow
+    save_gradients: bool
+    sync_each_micro_batch: bool
+
+
+class Engine:
+    """Weighs, scales and sums the contributions of a fit, and makes each window's gradient the weighted mean.
+
+    Args:
+        trainer: the Trainer of the fit.
+        module: the module that is trained.
+        options: of the scheduler.
+        progress: of the training.
+        gradients: of the open window.
+        flags: the Trainer's own.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        options: Options,
+        progress: Progress,
+        gradients: WindowGradients,
+        flags: TrainerFlags,
+    ) -> None:
+        self.trainer, self.options, self.progress = trainer, options, progress
+        self.gradients, self.flags = gradients, flags
+        self.ranks = Ranks(trainer, module, sync_each=options.sync_each_micro_batch)
+        self.unweighted_warning = ""  # to be given when a micro-batch without a weight arrives
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The Trainer's optimizers, unwrapped."""
+        return self.trainer.optimizers
+
+    def weigh(self, batch: Any, device: torch.device, default: float | None = None) -> Weight:
+        """Return the weight of a micro-batch for which the user's step gave none."""
+        if self.options.weight_fn is not None:
+            return as_weight(self.options.weight_fn(batch), device, "weight_fn(batch)")
+        if default is None and self.unweighted_warning:
+            rank_zero_warn(self.unweighted_warning)
+            self.unweighted_warning = ""
+        return 1.0 if default is None else default
+
+    # From a contribution to the counted window, in this order
+
+    def begin_backward(
+        self, optimizer_idx: int, contribution: Contribution, length: float, divided_by: float = 1
+    ) -> Weight:
+        """Announce a contribution; return the factor for its loss."""
+        accumulator, optimizer = self.progress.accumulator(optimizer_idx), self.optimizers[optimizer_idx]
+        self.drop_if_failed(optimizer_idx)
+        if accumulator.has_gradients:
+            check_not_zeroed(optimizer)
+        self.gradients.mask(parameters(optimizer), contribution.weight)
+        return accumulator.begin_backward(contribution, length, divided_by)
+
+    def end_backward(self, optimizer_idx: int, *, synced: bool) -> None:
+        """Count the announced contribution; its gradient is in ``.grad``."""
+        self.gradients.unmask()
+        accumulator, optimizer = self.progress.accumulator(optimizer_idx), self.optimizers[optimizer_idx]
+        accumulator.end_backward(has_gradients=any_gradient(optimizer), has_synced=synced)
+        self.progress.last_batch = loop.all_batches(self.trainer)
+
+    def begin_step(
+        self, optimizer_idx: int, sum_over_ranks: Callable[[Weight, Weight, int], tuple[float, Weight, int]]
+    ) -> bool:
+        """Make the optimizer's gradient the window's weighted mean; whether there is anything to step with."""
+        accumulator, optimizer = self.progress.accumulator(optimizer_idx), self.optimizers[optimizer_idx]
+        self.drop_if_failed(optimizer_idx)
+        sums = sum_over_ranks(accumulator.weight, accumulator.loss, accumulator.batches)
+        correction = accumulator.begin_step(Totals(*sums, self.ranks.size))
+        if correction is None:
+            self.gradients.drop(optimizer)
+            return False
+        self.gradients.normalize(optimizer, correction)
+        return True
+
+    def report(self, optimizer_idx: int, grad_norm: Tensor | None = None) -> EffectiveStep:
+        """Return what the window reports after its step."""
+        accumulator = self.progress.accumulator(optimizer_idx)
+        return EffectiveStep(
+            index=self.progress.effective_step,
+            loss=accumulator.mean_loss,
+            weight=accumulator.totals.weight,
+            micro_batches=accumulator.micro_batches,
+            grad_norm=grad_norm,
+            skipped=not accumulator.has_moved,
+            optimizer_idx=optimizer_idx,
+        )
+
+    def close(self, *, at: int | None) -> None:
+        """Count the window.
+
+        Args:
+            at: micro-batches of the epoch begun so far; None if it closes between two micro-batches.
+        """
+        self.progress.close()
+        self.flags.write_closed(self.trainer, at)
+
+    # Windows that are not counted
+
+    def drop(self) -> None:
+        """Forget the open window and its gradients; it is not counted."""
+        for optimizer in self.optimizers:
+            self.gradients.drop(optimizer)
+        self.progress.drop()
+
+    def drop_if_failed(self, optimizer_idx: int) -> None:
+        """Drop what a window holds if its last backward has failed: incomplete gradients look like complete ones."""
+        accumulator = self.progress.accumulator(optimizer_idx)
+        if accumulator.phase is Phase.BACKWARD:
+            advice.warn_failed_backward(accumulator.micro_batches)
+            self.gradients.drop(self.optimizers[optimizer_idx])
+            accumulator.drop()
+
+
+class Door:
+    """One kind of optimization during a fit, chosen once in ``setup``; the scheduler's hooks call it in this order."""
+
+    @property
+    def extends_overdue(self) -> bool:
+        """Whether a window whose last place the loader left empty goes on with the next micro-batch."""
+        return False
+
+    def start(self) -> None:
+        """Training begins: the optimizers exist, and a checkpoint was restored."""
+
+    def begin_epoch(self) -> None:
+        """An epoch begins."""
+
+    def begin_batch(self, batch: Any) -> None:
+        """A micro-batch begins."""
+
+    def before_backward(self, loss: Tensor) -> None:
+        """A backward begins."""
+
+    def after_backward(self) -> None:
+        """A backward has ended."""
+
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Gradients are unscaled, and not clipped yet."""
+
+    def end_batch(self) -> None:
+        """A micro-batch has ended."""
+
+    def end_validation(self) -> None:
+        """A validation has ended; its metrics are known."""
+
+    def end_epoch(self) -> bool:
+        """An epoch has ended; whether its open window is kept for the checkpoints made at the end."""
+        return False
+
+    def before_save(self) -> None:
+        """A checkpoint is being made."""
+
+    def end_fit(self) -> None:
+        """The fit has ended without an error."""
+
+    def release(self) -> None:
+        """The fit has ended or failed: leave the module as it was."""

@@ -1,0 +1,115 @@
+"""A fit in manual optimization: what surrounds the mixin's steps, from the optimizers to the epochs' ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_accum.checks import advice
+from lightning_accum.seams import hooks, logs, loop
+from lightning_accum.seams.window_length import current_window
+from lightning_accum.step.engine import Door, Engine
+from lightning_accum.step.guards import HandStepGuard
+from lightning_accum.step.lr_schedulers import LRSchedulers
+from lightning_accum.step.manual import ManualStep
+from lightning_accum.window.progress import Progress
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+
+class ModuleState:
+    """All that the mixin keeps on a module: the counters, and during a fit its step.
+
+    It copies and pickles with the counters alone.
+
+    Args:
+        progress: of the last fit.
+        step: None outside of a fit.
+    """
+
+    __slots__ = ("progress", "step")
+
+    def __init__(self, progress: Progress | None = None, step: ManualStep | None = None) -> None:
+        self.progress, self.step = progress or Progress(), step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleState, (Progress(self.progress.effective_step, self.progress.skipped_steps),)
+
+
+class ManualDoor(Door):
+    """Lets the mixin's steps happen at the right places of a fit.
+
+    Args:
+        engine: of the fit.
+        module: with the mixin.
+    """
+
+    def __init__(self, engine: Engine, module: LightningModule) -> None:
+        self._engine, self._module, self._trainer = engine, module, engine.trainer
+        self._lr_schedulers = LRSchedulers()
+        self._step = step = ManualStep(engine, module, self._lr_schedulers)
+        self._guard = HandStepGuard(engine.progress)
+        engine.progress.sees_all_weights = engine.ranks.size == 1
+        hooks.shadow_once(module, "configure_optimizers", self._lr_schedulers.recording(module.configure_optimizers))
+        if hooks.is_set_on_object(module, "training_step"):  # there the class's wrapper does not run
+            own_step = module.training_step
+            hooks.shadow(module, "training_step", lambda *args, **kwargs: step.run(own_step, *args, **kwargs))
+        module._accumulation = ModuleState(engine.progress, step)  # type: ignore[assignment]
+
+    @property
+    @override
+    def extends_overdue(self) -> bool:
+        return True
+
+    @override
+    def start(self) -> None:
+        self._guard.install(self._trainer.optimizers)
+
+    @override
+    def end_batch(self) -> None:
+        if current_window(self._trainer).closed_at == loop.ready_batches(self._trainer):
+            self._lr_schedulers.after_batch(self._trainer, self._module, validates=loop.validates_now(self._trainer))
+            self._engine.ranks.broadcast_buffers_again()
+
+    @override
+    def end_validation(self) -> None:
+        self._lr_schedulers.after_batch(self._trainer, self._module, validates=False)
+
+    @override
+    def end_epoch(self) -> bool:
+        if self._engine.progress.window.is_pending:
+            self._leave_window()
+        self._step.complete_epoch()  # also one left by `on_train_batch_start` that returned -1
+        own_hook = self._module.on_train_epoch_end
+
+        def own_hook_then_schedulers() -> None:
+            own_hook()  # may log the metric that a ReduceLROnPlateau follows
+            if loop.epoch_is_complete(self._trainer):
+                self._lr_schedulers.after_epoch(self._trainer, self._module, with_metric=True)
+
+        hooks.shadow_once(self._module, "on_train_epoch_end", own_hook_then_schedulers)
+        return False
+
+    def _leave_window(self) -> None:
+        """Handle a window that is open where its epoch ends, as `partial_window` asks."""
+        partial_window = self._engine.options.partial_window
+        if partial_window == "average":
+            self._step.close_window(at=None)
+            logs.advance_logger_step(self._trainer)
+        elif partial_window == "drop":
+            self._engine.drop()
+
+    @override
+    def end_fit(self) -> None:
+        progress = self._engine.progress
+        if self._engine.options.partial_window == "carry" and progress.window.is_pending:
+            advice.log_dropped_carry(progress.accumulator(0).micro_batches)
+            self._engine.drop()
+
+    @override
+    def release(self) -> None:
+        self._guard.remove()
+        hooks.unshadow_all(self._module, "configure_optimizers", "on_train_epoch_end", "training_step")
+        self._module._accumulation = ModuleState(self._engine.progress)  # type: ignore[assignment]

@@ -1,0 +1,88 @@
+"""How far a training has come: the counters, and the open window. This is what a checkpoint keeps."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from lightning_accum.window.state import Accumulator, History, Phase, Window
+
+
+class Samples(NamedTuple):
+    """Samples seen so far on all ranks, counted up to a place in the epoch (micro-batches on one rank)."""
+
+    seen: int
+    place: int
+
+
+@dataclass
+class Progress:
+    """How far a training has come; what a checkpoint keeps.
+
+    Args:
+        effective_step: windows closed so far.
+        skipped_steps: how many of these moved no weights.
+        samples: None where they are not counted.
+        histories: by the optimizer's position.
+        window: the open window.
+        last_batch: the last micro-batch whose contribution is in a window, counted over the whole training from 1.
+        sees_all_weights: as `Accumulator` takes it.
+    """
+
+    effective_step: int = 0
+    skipped_steps: int = 0
+    samples: Samples | None = None
+    histories: dict[int, History] = field(default_factory=dict)
+    window: Window = field(default_factory=Window)
+    last_batch: int = 0
+    sees_all_weights: bool = True
+
+    def accumulator(self, optimizer_idx: int) -> Accumulator:
+        """An optimizer's part of the window; made when first asked for: LearningRateFinder trains before our hooks."""
+        accumulators = self.window.accumulators
+        if optimizer_idx not in accumulators:
+            accumulators[optimizer_idx] = Accumulator(
+                self.history(optimizer_idx), sees_all_weights=self.sees_all_weights
+            )
+        return accumulators[optimizer_idx]
+
+    def history(self, optimizer_idx: int) -> History:
+        """What an optimizer keeps from window to window."""
+        if optimizer_idx not in self.histories:
+            self.histories[optimizer_idx] = History(self.effective_step - self.skipped_steps)
+        return self.histories[optimizer_idx]
+
+    def close(self) -> None:
+        """Count the window, all of whose steps are over; the next micro-batch opens another one."""
+        for accumulator in self.window.accumulators.values():
+            accumulator.expect(Phase.STEPPED)
+        self.effective_step += 1
+        self.skipped_steps += not self.window.has_moved
+        self.window = Window()
+
+    def drop(self) -> None:
+        """Forget the open window; it is not counted."""
+        self.window = Window()
+
+    def restart(self, effective_step: int, skipped_steps: int = 0) -> None:
+        """Begin after a number of windows of which nothing else is known."""
+        self.effective_step, self.skipped_steps, self.samples = effective_step, skipped_steps, None
+        self.histories, self.window = {}, Window()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and tensors: ``torch.load(weights_only=True)`` refuses other classes."""
+        length = self.window.length
+        return {
+            "version": 2,
+            "effective_step": self.effective_step,
+            "skipped_steps": self.skipped_steps,
+            "samples": None if self.samples is None else self.samples._asdict(),
+            "window": None if length is None else {"length": int(length), "opened_at": length.opened_at},
+            "optimizers": {i: asdict(history) for i, history in self.histories.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state of the present form; where its window opens is the caller's to say."""
+        self.restart(state["effective_step"], state["skipped_steps"])
+        self.histories = {i: History(**kept) for i, kept in state["optimizers"].items()}
+        self.samples = None if state["samples"] is None else Samples(**state["samples"])

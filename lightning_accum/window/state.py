@@ -1,0 +1,266 @@
+"""The state of an accumulation window: what it has summed, and what it is in the middle of. No Lightning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_accum.gradients.buffers import Weight, weighs_nothing
+from lightning_accum.seams.window_length import WindowLength
+
+
+class Phase(Enum):
+    """Where one optimizer's window stands, and what ``.grad`` holds there."""
+
+    EMPTY = "nothing contributed; .grad holds nothing of this window"
+    OPEN = "between micro-batches; .grad is the sum of all committed contributions"
+    BACKWARD = "a backward is running, or has failed; .grad may hold part of its gradient"
+    STEPPING = "the optimizer step is running; .grad is the window's mean gradient"
+    STEPPED = "the step is over, taken or skipped; the window is not counted yet"
+
+
+class Contribution(NamedTuple):
+    """One micro-batch's part of a window.
+
+    Args:
+        weight: items that the loss is a mean over.
+        loss: the mean, scalar ``()``, detached; None if losses are not summed.
+        pieces: equal pieces that its loader batch is split into.
+        opens_batch: whether it is the first of these pieces; the pieces of one batch count once.
+    """
+
+    weight: Weight
+    loss: Tensor | None = None
+    pieces: int = 1
+    opens_batch: bool = True
+
+
+class Totals(NamedTuple):
+    """A window's sums over all ranks.
+
+    Args:
+        weight: a number that the host knows.
+        loss: sum of weight times loss.
+        batches: loader batches that contributed; the pieces of a split batch are one.
+        ranks: how many processes were summed over.
+    """
+
+    weight: float
+    loss: Weight
+    batches: int
+    ranks: int = 1
+
+
+@dataclass
+class History:
+    """What one optimizer keeps from window to window, over the whole training.
+
+    Args:
+        steps: optimizer steps taken, without the skipped ones.
+        mean_weight: mean weight per batch in the last window; None before there is one.
+        split_size: items of a split batch that memory was found to hold at once; None: all of it.
+    """
+
+    steps: int = 0
+    mean_weight: Weight | None = None
+    split_size: int | None = None
+
+
+class Accumulator:
+    """One optimizer's window.
+
+    Micro-batch ``i`` contributes ``grad loss_i * weight_i / (length * mean_weight)``. At the window's end the gradients
+    are multiplied by ``length * mean_weight / sum(weight)``, which makes them ``sum(weight_i * grad loss_i) /
+    sum(weight_i)``. With the mean weight of the window before, the scale stays near 1/length, in fp16's range, and both
+    factors are exact for equal weights.
+
+    Args:
+        history: what is kept from the windows before.
+        sees_all_weights: whether this process knows every weight of the window. Otherwise the mean weight of the first
+            window is taken as 1, since it must be the same on all ranks.
+
+    Example:
+        >>> window = Accumulator(History())
+        >>> for loss, weight in ((4.0, 3.0), (1.0, 1.0)):
+        ...     scale = window.begin_backward(Contribution(weight, torch.tensor(loss)), length=2)
+        ...     window.end_backward()
+        >>> window.begin_step(Totals(window.weight, window.loss, window.batches)), window.mean_loss.item()
+        (1.5, 3.25)
+        >>> window.end_step(moved=True)
+        >>> window.phase.name, window.history.steps, window.history.mean_weight
+        ('STEPPED', 1, 2.0)
+    """
+
+    __slots__ = (
+        "_announced",
+        "batches",
+        "has_gradients",
+        "has_moved",
+        "has_synced",
+        "history",
+        "length",
+        "loss",
+        "micro_batches",
+        "phase",
+        "sees_all_weights",
+        "totals",
+        "weight",
+    )
+
+    def __init__(self, history: History, *, sees_all_weights: bool = True) -> None:
+        self.history = history
+        self.sees_all_weights = sees_all_weights
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what the window holds; it is not counted. The caller clears ``.grad``."""
+        self.phase = Phase.EMPTY
+        self.length: float = 1
+        self.micro_batches = 0
+        self.batches = 0
+        self.weight: Weight = 0.0
+        self.loss: Weight = 0.0
+        self.totals = Totals(0.0, 0.0, 0)
+        self.has_gradients = False  # a backward has left some in ``.grad``, where they must stay until the step
+        self.has_synced = False  # the last backward was synced over the ranks
+        self.has_moved = False  # the step has changed the weights
+        self._announced: Contribution | None = None
+
+    def restore(
+        self, *, length: float, micro_batches: int, batches: int, weight: Weight, loss: Weight, has_gradients: bool
+    ) -> None:
+        """Continue a window that a checkpoint was made in."""
+        self.expect(Phase.EMPTY)
+        self.phase = Phase.OPEN
+        self.length, self.micro_batches, self.batches = length, micro_batches, batches
+        self.weight, self.loss, self.has_gradients = weight, loss, has_gradients
+
+    def begin_backward(self, contribution: Contribution | None, length: float, divided_by: float = 1) -> Weight:
+        """Announce a contribution; return the factor for its loss.
+
+        Nothing is committed yet: a backward that fails must not count. The gradients of one that has failed are
+        incomplete for good, so that the window begins again with this contribution.
+
+        Args:
+            contribution: what the backward adds; None for one that only takes part in a sync.
+            length: micro-batches that the window is announced to hold, the same on all ranks.
+            divided_by: what else the loss is divided by on its way.
+        """
+        if self.phase is Phase.BACKWARD:
+            self.drop()
+        self.expect(Phase.EMPTY, Phase.OPEN)
+        if self.micro_batches == 0:
+            self.length = length  # for the whole window: its gradients are scaled by it
+        self.phase, self._announced = Phase.BACKWARD, contribution
+        if contribution is None:
+            return 0.0
+        if self.history.mean_weight is None:
+            self.history.mean_weight = _first_mean_weight(contribution) if self.sees_all_weights else 1.0
+        return contribution.weight * divided_by / self._unit
+
+    def end_backward(self, *, has_gradients: bool = True, has_synced: bool = False) -> None:
+        """Commit the announced contribution: its gradient is in ``.grad``."""
+        self.expect(Phase.BACKWARD)
+        self.phase = Phase.OPEN
+        self.has_gradients, self.has_synced = has_gradients, has_synced
+        if (added := self._announced) is None:
+            return
+        self.micro_batches += 1
+        self.batches += added.opens_batch
+        self.weight = self.weight + added.weight
+        if added.loss is not None and not weighs_nothing(added.weight):
+            self.loss = _plus(self.loss, added.loss, added.weight)
+
+    def begin_step(self, totals: Totals) -> Weight | None:
+        """Return the factor that makes ``.grad`` the weighted mean; None if the total weight is 0: no step is due.
+
+        Between ranks gradients are averaged where they should be summed, so that it contains the number of ranks.
+        """
+        if self.phase is Phase.BACKWARD:
+            self.drop()
+        self.expect(Phase.EMPTY, Phase.OPEN)
+        self.totals = totals
+        if totals.weight == 0:
+            self.phase = Phase.STEPPED
+            return None
+        self.phase = Phase.STEPPING
+        return self._unit * totals.ranks / totals.weight
+
+    def end_step(self, *, moved: bool) -> None:
+        """Note that the step is over, taken or skipped; the mean weight scales the next window's losses."""
+        self.expect(Phase.STEPPING)
+        self.phase, self.has_moved = Phase.STEPPED, moved
+        self.history.mean_weight = self.totals.weight / self.totals.batches
+        self.history.steps += moved
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it holds contributions whose step is not over."""
+        return self.micro_batches > 0 and self.phase is not Phase.STEPPED
+
+    @property
+    def mean_loss(self) -> Tensor:
+        """The window's weighted mean loss, scalar ``()``; known from `begin_step` on."""
+        return torch.as_tensor(self.totals.loss / self.totals.weight)
+
+    @property
+    def _unit(self) -> Weight:
+        mean_weight = self.history.mean_weight
+        return self.length if mean_weight is None else self.length * mean_weight
+
+    def expect(self, *phases: Phase) -> None:
+        """Raise if the window is in another phase: an order of events that no user can cause."""
+        if self.phase not in phases:
+            expected = " or ".join(phase.name for phase in phases)
+            raise RuntimeError(
+                f"lightning_accum, a fault of its own: expected a window that is {expected}, found {self.phase.name}"
+                f" ({self.phase.value})."
+            )
+
+
+def _first_mean_weight(contribution: Contribution) -> Weight | None:
+    """The first weight above 0, as that of a whole batch; a tensor that may be 0 is replaced by 1 without a read."""
+    weight = contribution.weight * contribution.pieces
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, weight, torch.ones_like(weight))
+    return weight or None
+
+
+def _plus(total: Weight, loss: Tensor, weight: Weight) -> Tensor:
+    if loss.dtype in (torch.float16, torch.bfloat16):
+        loss = loss.float()  # a sum in low precision loses what is small against it
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, loss * weight, 0) + total  # the mean over no items is NaN
+    return torch.add(total, loss, alpha=weight) if isinstance(total, Tensor) else loss * weight + total
+
+
+class Window:
+    """The window of all optimizers, from where it opens until it is counted.
+
+    Args:
+        length: its place and length; None before its first micro-batch, and where no scheduler hook runs.
+    """
+
+    __slots__ = ("accumulators", "length")
+
+    def __init__(self, length: WindowLength | None = None) -> None:
+        self.length = length
+        self.accumulators: dict[int, Accumulator] = {}
+
+    def is_any(self, *phases: Phase) -> bool:
+        """Whether any optimizer's part is in one of these phases."""
+        return any(accumulator.phase in phases for accumulator in self.accumulators.values())
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether any optimizer's part holds contributions whose step is not over."""
+        return any(accumulator.is_pending for accumulator in self.accumulators.values())
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether any optimizer has changed its weights."""
+        return any(accumulator.has_moved for accumulator in self.accumulators.values())
