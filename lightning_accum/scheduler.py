@@ -160,8 +160,8 @@ class AccumulationScheduler(Callback):
         self._door.start()
         refusals.refuse_unequal_loaders(trainer)
         schedule = self._placement.schedule
-        refusals.warn_of_plain_loader(trainer)
-        refusals.warn_of_rounded_sizes(trainer, schedule)
+        advice.warn_of_plain_loader(trainer)
+        advice.warn_of_rounded_sizes(trainer, schedule)
         advice.warn_of_short_epochs(trainer, schedule, self.partial_window)
         advice.warn_of_batch_norm(trainer, pl_module, schedule)
         self._engine.unweighted_warning = advice.unequal_micro_batches(trainer, schedule, self.partial_window) or ""
@@ -256,7 +256,7 @@ class AccumulationScheduler(Callback):
         self._placement.resume(trainer, None if state is None else state["window"])
         if state is not None:
             reason = checkpoints.restore_gradients(trainer, self.progress, self.gradients, state)
-            refusals.warn_of_lost_gradients(reason)
+            advice.warn_of_lost_gradients(reason)
 
     def _restart(self, trainer: Trainer) -> None:
         """Begin where Lightning's own counter stands, in which every optimizer's step counts."""

@@ -1,1 +1,1 @@
-"""What is refused or warned about, and checks of arguments."""
+"""Errors, warnings and log lines about settings and arguments. Nothing here changes anything."""

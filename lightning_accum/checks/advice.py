@@ -1,85 +1,163 @@
-"""Advice at fit start, one warning each: where accumulation is not what one may think, or of no use."""
+"""Warnings at fit start where accumulation does not do what it seems to, and later about windows that are lost."""
 
 from __future__ import annotations
 
 from math import inf
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.utilities import rank_zero_warn
-from torch.nn import SyncBatchNorm
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_accum.gradients.buffers import parameters
 from lightning_accum.gradients.precision import LOW_PRECISION
 from lightning_accum.schedule.epoch import micro_batch_size, samples
 from lightning_accum.schedule.factors import PartialWindow, Schedule
+from lightning_accum.schedule.validate import join_first
+from lightning_accum.seams import loop
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from torch.optim import Optimizer
 
+_LONG_SUM = 64  # micro-batches; in bf16 the rounding of shorter sums is not seen in training
+
 
 def warn_of_short_epochs(trainer: Trainer, schedule: Schedule, partial_window: PartialWindow) -> None:
-    """A factor that no epoch has the micro-batches for, where windows do not go on in the next epoch."""
+    """Warn if the factor exceeds an epoch's micro-batches and windows do not continue in the next epoch."""
     batches = trainer.num_training_batches
-    if partial_window != "carry" and schedule.largest_factor > batches > 0:
-        end = "steps with the mean over what it holds" if partial_window == "average" else "is dropped, without a step"
-        rank_zero_warn(
-            f"The accumulation factor {schedule.largest_factor} is larger than an epoch, which has {batches}"
-            f" micro-batch(es): a window ends with its epoch, and {end}."
-        )
+    if partial_window == "carry" or not schedule.largest_factor > batches > 0:
+        return
+    end = "steps with the mean over what it holds" if partial_window == "average" else "is dropped, without a step"
+    rank_zero_warn(
+        f"The accumulation factor {schedule.largest_factor} is larger than an epoch, which has {batches}"
+        f" micro-batch(es): each window ends with its epoch and {end}."
+    )
 
 
 def warn_of_batch_norm(trainer: Trainer, module: LightningModule, schedule: Schedule) -> None:
-    """Layers that couple the samples of a micro-batch, which no accumulation can undo.
+    """Warn about BatchNorm layers, which couple the samples of a micro-batch.
 
     References:
         https://github.com/Lightning-AI/pytorch-lightning/issues/17446, https://github.com/pytorch/pytorch/issues/46516
     """
-    layers = ((name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm))
-    name, layer = next(((name, layer) for name, layer in layers if layer.training), (None, None))
+    name, layer = _first_batch_norm(module)
     if layer is None or schedule.largest_factor == 1:
         return
     on_one_rank = trainer.world_size > 1 and not isinstance(layer, SyncBatchNorm)
     rank_zero_warn(
         f"BatchNorm sees micro-batches{' of one rank' if on_one_rank else ''}: {name!r} normalises by the statistics of"
-        " each, and updates its running ones each time, so that the update is not that of the one big batch. GroupNorm"
-        " and LayerNorm are the same for every factor"
-        f"{', `Trainer(sync_batchnorm=True)` for any number of ranks' if on_one_rank else ''}."
+        " each micro-batch and updates its running statistics each time, so the update differs from that of one large"
+        " batch. Use GroupNorm or LayerNorm for the same update with every factor"
+        f"{', or `Trainer(sync_batchnorm=True)` for any number of ranks' if on_one_rank else ''}."
     )
 
 
-def unequal_micro_batches(trainer: Trainer, schedule: Schedule, partial_window: PartialWindow) -> str | None:
-    """What to tell, as soon as nobody says what a micro-batch weighs, where the epoch's last one is smaller.
+def _first_batch_norm(module: Module) -> tuple[str, Module] | tuple[None, None]:
+    # In eval mode it applies its running statistics, which are the same for every micro-batch.
+    layers = ((name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm))
+    return next(((name, layer) for name, layer in layers if layer.training), (None, None))
 
-    Not told if it has its window for itself. By steps that differs from epoch to epoch.
+
+def warn_of_rounded_sizes(trainer: Trainer, schedule: Schedule) -> None:
+    """Warn if effective batch sizes are rounded up to a multiple of micro-batch size times ranks."""
+    per_factor = (micro_batch_size(trainer.train_dataloader) or 0) * trainer.world_size
+    pairs = zip(schedule.sizes or (), schedule.factors, strict=False)
+    # A size of 1 stands for no accumulation, also where a micro-batch has more samples.
+    rounded = [(size, factor * per_factor) for size, factor in pairs if size not in (1, factor * per_factor)]
+    if rounded and per_factor:
+        asked, reached = (join_first(map(str, n), len(n), " then ") for n in zip(*rounded, strict=True))
+        rank_zero_warn(
+            f"`effective_batch_size`: {asked} samples are not a multiple of {per_factor} (micro-batch x ranks). The"
+            f" next larger size is used: {reached}."
+        )
+
+
+def unequal_micro_batches(trainer: Trainer, schedule: Schedule, partial_window: PartialWindow) -> str | None:
+    """Return the warning about a smaller last micro-batch in a fit without weights; None if it does not matter.
+
+    It does not matter in a window of its own.
     """
     size, batches = micro_batch_size(trainer.train_dataloader), trainer.num_training_batches
     if size is None or batches == inf:
         return None
     in_last = (samples(trainer, int(batches) - 1, int(batches)) or size) // trainer.world_size
-    shares = any(_shares_a_window(int(batches), n, schedule, partial_window) for n in schedule.factors)
+    shares = any(_shares_window(int(batches), n, schedule, partial_window) for n in schedule.factors)
     if in_last == size or not shares:
         return None
     return (
-        f"The loader's last micro-batch is smaller (samples: {in_last}, the others {size}), and weighs as much in its"
-        " window as the others. `accumulate(loss, weight=...)` or `AccumulationScheduler(..., weight_fn=...)` says how"
-        " much each weighs; `DataLoader(drop_last=True)` leaves it out."
+        f"The loader's last micro-batch is smaller (samples: {in_last}, the others {size}), but has the same weight in"
+        " its window as the others. Give each micro-batch its weight with `AccumulationScheduler(..., weight_fn=...)`,"
+        " or `accumulate(loss, weight=...)` under AccumulationMixin; or leave the last one out with"
+        " `DataLoader(drop_last=True)`."
     )
 
 
-def _shares_a_window(batches: int, factor: int, schedule: Schedule, partial_window: PartialWindow) -> bool:
-    """Whether an epoch's last micro-batch may be in a window with others, that is stepped."""
+def _shares_window(batches: int, factor: int, schedule: Schedule, partial_window: PartialWindow) -> bool:
+    """Return whether an epoch's last micro-batch may be in a window with others that is stepped with."""
+    # By steps, samples or carried windows, its place in the window differs from epoch to epoch.
     if factor == 1 or schedule.interval != "epoch" or partial_window == "carry":
         return factor > 1
     return batches % factor == 0 if partial_window == "drop" else batches % factor != 1
 
 
 def warn_of_low_precision(optimizers: list[Optimizer], schedule: Schedule, in_float32: bool) -> None:
-    """A long sum in bf16 or fp16 loses what is small against it; from 64 micro-batches on that is seen in training."""
+    """Warn about long sums in bf16 or fp16, which lose contributions that are small against the sum."""
     dtypes = {p.dtype for optimizer in optimizers for p in parameters(optimizer) if p.dtype in LOW_PRECISION}
-    if dtypes and schedule.largest_factor >= 64 and not in_float32:
+    if dtypes and schedule.largest_factor >= _LONG_SUM and not in_float32:
         rank_zero_warn(
-            f"Windows of {schedule.largest_factor} micro-batches are summed in {', '.join(map(str, dtypes))}, where"
-            " small contributions get lost. `AccumulationScheduler(..., accumulate_in_float32=True)` sums in float32."
+            f"Windows of {schedule.largest_factor} micro-batches are summed in {', '.join(map(str, dtypes))}, which"
+            " loses small contributions. `AccumulationScheduler(..., accumulate_in_float32=True)` sums in float32."
         )
+
+
+def log_dropped_carry(micro_batches: int) -> None:
+    """Log micro-batches carried past the last epoch, which are dropped."""
+    rank_zero_info(f"The fit ended inside an accumulation window: its {micro_batches} micro-batch(es) are dropped.")
+
+
+def warn_of_dropped_window(micro_batches: int) -> None:
+    """Warn about an open window that the loop left without a step in automatic optimization."""
+    rank_zero_warn(
+        "The loop left an accumulation window open, where automatic optimization takes no step: its"
+        f" {micro_batches} micro-batches are dropped. A checkpoint saved before this keeps them. AccumulationMixin"
+        " steps with their mean."
+    )
+
+
+def warn_of_lost_gradients(reason: str | None) -> None:
+    """Warn, if there is a reason, that a restored window has lost the micro-batches before the checkpoint."""
+    if reason is None:
+        return
+    rank_zero_warn(
+        f"The checkpoint was made inside an accumulation window, without its gradients ({reason}): the window"
+        " continues with its remaining micro-batches and steps with their mean."
+    )
+
+
+def warn_of_plain_loader(trainer: Trainer) -> None:
+    """Warn if the fit resumes inside an epoch with a loader that cannot."""
+    if loop.resumes_inside_epoch(trainer) and not loop.loader_is_resumable(trainer):
+        rank_zero_warn(
+            f"The fit resumes after {loop.ready_batches(trainer)} micro-batches of an epoch, but its loader starts"
+            " over: some micro-batches are repeated and others are skipped. Everything else resumes exactly. Give the"
+            " loader `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader has, or save at an epoch's"
+            " end."
+        )
+
+
+def warn_failed_backward(micro_batches: int) -> None:
+    """Warn about a window that is dropped because a backward in it failed and the error was caught."""
+    rank_zero_warn(
+        f"A backward failed inside an accumulation window: the {micro_batches} micro-batches before it are dropped with"
+        " it, because the gradients may be incomplete. The window continues with the micro-batches that follow."
+        ' `accumulate_split(..., micro_batch_size="auto")` repeats a batch that runs out of memory.'
+    )
+
+
+def warn_of_lost_losses() -> None:
+    """Warn about a ``training_step`` whose losses have no effect."""
+    rank_zero_warn(
+        "`training_step` returned a loss and never called `self.accumulate(loss)`: under AccumulationMixin"
+        " nothing is learned from it. Call it; to contribute nothing return None."
+    )

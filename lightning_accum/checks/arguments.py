@@ -1,4 +1,4 @@
-"""What users hand over in a training step, checked at once."""
+"""Checks of what a user passes in a training step."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_accum.gradients.buffers import Weight, any_gradient
+from lightning_accum.gradients.buffers import any_gradient
+from lightning_accum.schedule.validate import positive_int
 
 
-def optimizer_position(
-    optimizer: Optimizer | LightningOptimizer | None, optimizers: list[Optimizer], call: str = "accumulate(loss"
-) -> int:
-    """Where an optimizer stands in ``configure_optimizers``; ``call`` is how the user's own begins."""
+def optimizer_position(optimizer: Optimizer | LightningOptimizer | None, optimizers: list[Optimizer], call: str) -> int:
+    """Return the optimizer's position in ``configure_optimizers``.
+
+    Args:
+        optimizer: raw or wrapped by Lightning; None if the module has only one.
+        optimizers: the Trainer's, in that order.
+        call: how the user's call begins, for errors: ``"accumulate(loss"``.
+
+    Raises:
+        ValueError: None among several optimizers, or an optimizer that is not the Trainer's.
+    """
     if optimizer is None:
         if len(optimizers) == 1:
             return 0
         raise ValueError(
-            f"`{call})`: the module has {len(optimizers)} optimizers. Say whose window the loss is for:"
+            f"`{call})`: the module has {len(optimizers)} optimizers. Pass the one that the loss is for:"
             f" `{call}, optimizer=self.optimizers()[0])`."
         )
     unwrapped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -36,73 +44,72 @@ def optimizer_position(
 
 
 def check_loss(loss: object, given: str = "accumulate(loss)") -> None:
-    """A loss that a backward can be made from, and the user's words that gave it."""
+    """Raise unless the loss is a scalar tensor with a graph; ``given`` is the user's code that gave it."""
     if not isinstance(loss, Tensor):
         raise TypeError(f"`{given}`: the loss must be a tensor of shape (), or None, got {loss!r}.")
     if loss.dim() != 0:
         raise ValueError(
             f"`{given}`: the loss must be a scalar of shape (), got {tuple(loss.shape)}. Take its mean, and"
-            " give how many items that is over as `weight`."
+            " give the number of items in the mean as `weight`."
         )
     if not loss.requires_grad:
         raise RuntimeError(
-            f"`{given}`: the loss has no graph, nothing could be learned from it. Was it detached, or computed under"
+            f"`{given}`: the loss has no graph to run backward through. Was it detached, or computed under"
             " `torch.no_grad`? To contribute nothing, give None."
         )
 
 
 def check_weight_fn(weight_fn: object) -> None:
-    """What is to be called with every batch."""
+    """Raise TypeError if ``weight_fn`` is neither callable nor None."""
     if weight_fn is not None and not callable(weight_fn):
         raise TypeError(
-            f"`AccumulationScheduler(weight_fn={weight_fn!r})`: must be a function from a batch to what it weighs, for"
+            f"`AccumulationScheduler(weight_fn={weight_fn!r})`: must be a function from a batch to its weight, for"
             " example `lambda batch: len(batch[0])`, or None."
         )
 
 
 def check_split(size: object, batch_dim: int) -> None:
-    """How many items a piece of a split batch may have, and along which dimension."""
-    message = f'`accumulate_split(micro_batch_size={size!r})`: must be an int >= 1, or "auto".'
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise TypeError(message)
-    if size != "auto" and (isinstance(size, str) or size < 1):
-        raise ValueError(message)
+    """Raise unless ``micro_batch_size`` is a positive int or ``"auto"``, and ``batch_dim`` counts from the front."""
+    if size != "auto":
+        call = f"accumulate_split(micro_batch_size={size!r})"
+        # Another word is a bad value and not a bad type, so it is checked as 0.
+        positive_int(0 if isinstance(size, str) else size, call, 'must be an int >= 1, or "auto"')
     if batch_dim < 0:
         raise ValueError(f"`accumulate_split(batch_dim={batch_dim})`: must be >= 0, counted from the first dimension.")
 
 
 def check_no_gradients(optimizer: Optimizer) -> None:
-    """A window that holds nothing has no gradients, unless somebody made a backward of their own."""
+    """Raise if an empty window has gradients: another backward than `accumulate`'s wrote them."""
     if any_gradient(optimizer):
         raise RuntimeError(
-            "There are gradients that `accumulate` has not made: `loss.backward()` or `manual_backward` was called by"
-            " hand. They are neither weighed nor scaled as the window's are. Hand the loss to `self.accumulate(loss)`"
-            " instead; of several losses in one `training_step`, all but the last with `more=True`. Or, with several"
-            " ranks, another optimizer's loss has run through this one's parameters: compute and accumulate it inside"
-            " `with optimizer.toggle_model():`."
+            "Found gradients that did not come from `accumulate`: `loss.backward()` or `manual_backward` was called by"
+            " hand. They lack the window's weights and scale. Pass the loss to `self.accumulate(loss)` instead; with"
+            " several losses in one `training_step`, give `more=True` for all but the last. With several ranks there is"
+            " another cause: the loss of another optimizer ran backward through this one's parameters. Compute and"
+            " accumulate it inside `with optimizer.toggle_model():`."
         )
 
 
 def check_not_zeroed(optimizer: Optimizer) -> None:
-    """The gradients of an open window are there, unless somebody has taken them away (``set_to_none=True``)."""
+    """Raise if an open window has lost its gradients."""
+    # Only `set_to_none=True` is seen: the zeros of `set_to_none=False` look like gradients.
     if not any_gradient(optimizer):
         raise RuntimeError(
             "The gradients of an open accumulation window are gone: `zero_grad()` was called by hand, or a hook set"
-            " them to None. Leave it out: they are zeroed when the window has closed."
+            " them to None. Remove that call: they are zeroed when the window has closed."
         )
 
 
-def as_weight(weight: object, device: torch.device, name: str = "weight") -> Weight:
-    """Check a weight that a user gave.
+def as_weight(weight: object, device: torch.device, name: str = "weight") -> float | Tensor:
+    """Check and normalise a weight that a user gave.
 
     Args:
         weight: items in the micro-batch (samples, unmasked tokens): int, float, or a tensor of shape ``()``.
         device: where a tensor weight is needed.
-        name: the argument, for the error message.
+        name: the argument, for errors.
 
     Returns:
-        A float; or the tensor, detached and on the device, in float64 where the device has it. A tensor is never read
-        back here: that would make the host wait for the device in every micro-batch.
+        A float; or the tensor, detached and on the device, in float64 where the device has it.
 
     Raises:
         TypeError: not a number.
@@ -111,9 +118,11 @@ def as_weight(weight: object, device: torch.device, name: str = "weight") -> Wei
     if isinstance(weight, Tensor):
         if weight.dim() != 0:
             raise ValueError(f"`{name}`: a tensor weight must have shape (), got {tuple(weight.shape)}. Sum it first.")
+        # MPS has no float64. Elsewhere sums of token counts stay exact, which they are in float32 only up to 2**24.
         dtype = torch.float32 if device.type == "mps" else torch.float64
+        # Its value is not checked: reading it would make the host wait for the device in every micro-batch.
         return weight.detach().to(device, dtype, non_blocking=True)
-    if isinstance(weight, bool) or not isinstance(weight, Real):
+    if isinstance(weight, bool) or not isinstance(weight, Real):  # numpy's scalars are `Real` too
         raise TypeError(f"`{name}` must be an int, a float or a tensor of shape (), got {weight!r}.")
     weight = float(weight)
     if not math.isfinite(weight) or weight < 0:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum import effective_step
-from lightning_accum.checks import refusals
+from lightning_accum.checks import advice
 from lightning_accum.gradients import precision
 from lightning_accum.gradients.buffers import Weight, any_gradient
 from lightning_accum.gradients.distributed import sync_first_backward
@@ -170,7 +170,7 @@ class AutomaticDoor(Door):
         """Drop a window that the loop has left open: nothing steps with it in automatic optimization."""
         progress = self._engine.progress
         if progress.window.length is not None and progress.window.is_pending:
-            refusals.warn_of_dropped_window(self._window.micro_batches)
+            advice.warn_of_dropped_window(self._window.micro_batches)
             self._engine.drop()
 
     @override

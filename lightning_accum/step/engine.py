@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_accum.checks import refusals
+from lightning_accum.checks import advice
 from lightning_accum.checks.arguments import as_weight, check_not_zeroed
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, WindowGradients, any_gradient, parameters
@@ -147,7 +147,7 @@ class Engine:
         """Drop what a window holds if its last backward has failed: incomplete gradients look like complete ones."""
         accumulator = self.progress.accumulator(optimizer_idx)
         if accumulator.phase is Phase.BACKWARD:
-            refusals.warn_failed_backward(accumulator.micro_batches)
+            advice.warn_failed_backward(accumulator.micro_batches)
             self.gradients.drop(self.optimizers[optimizer_idx])
             accumulator.drop()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum import effective_step
-from lightning_accum.checks import arguments, refusals
+from lightning_accum.checks import advice, arguments
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, any_gradient, trainable, weighs_nothing
 from lightning_accum.gradients.precision import real_divisor
@@ -69,7 +69,7 @@ class ManualStep:
             self.ranks.join_backward(before)
             if closes:
                 if output is not None and not self.calls:
-                    refusals.warn_of_lost_losses()
+                    advice.warn_of_lost_losses()
                     self.calls += 1  # warned once
                 self.close_window(at=loop.ready_batches(self.trainer))
             self.complete_epoch()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_accum.checks import refusals
+from lightning_accum.checks import advice
 from lightning_accum.seams import hooks, logs, loop
 from lightning_accum.seams.window_length import current_window
 from lightning_accum.step.engine import Door, Engine
@@ -105,7 +105,7 @@ class ManualDoor(Door):
     def end_fit(self) -> None:
         progress = self._engine.progress
         if self._engine.options.partial_window == "carry" and progress.window.is_pending:
-            refusals.log_dropped_carry(progress.accumulator(0).micro_batches)
+            advice.log_dropped_carry(progress.accumulator(0).micro_batches)
             self._engine.drop()
 
     @override

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_accum.checks.refusals import refuse_unknown_batch_size
-from lightning_accum.schedule.epoch import epoch_of, micro_batch_size, samples
+from lightning_accum.schedule.epoch import epoch_of, samples
 from lightning_accum.schedule.factors import PartialWindow, Schedule
+from lightning_accum.schedule.resolve import resolve
 from lightning_accum.seams import hooks, logs, loop
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.window_length import WindowLength
@@ -59,11 +59,8 @@ class WindowPlacement:
         if self.schedule.sizes is None and self.schedule.interval != "sample":
             return
         loop.set_up_data(trainer)
-        size = micro_batch_size(trainer.train_dataloader)
-        if size is not None:
-            self.schedule = self.schedule.resolved(size, trainer.world_size)
-        elif trainer.train_dataloader is not None:
-            refuse_unknown_batch_size(self.schedule)
+        if trainer.train_dataloader is not None:
+            self.schedule = resolve(self.schedule, trainer)
         self._flags.write(trainer, WindowLength(self.schedule.factor_at(0), ends_with_epoch=self._ends_with_epoch))
 
     def resume(self, trainer: Trainer, window: dict[str, int] | None) -> None:

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from lightning_accum import AccumulationMonitor, AccumulationScheduler, accumulation_plan, estimated_stepping_batches
 from lightning_accum.schedule.epoch import Epoch
 from lightning_accum.schedule.factors import Schedule
-from lightning_accum.schedule.simulation import simulate
+from lightning_accum.schedule.walk import walk
 
 
 class Estimating(Toy):
@@ -138,7 +138,7 @@ def test_b34_b78_the_estimate_is_what_the_loop_does_and_what_the_plan_says(drawn
     )
     limit = float("inf") if drawn["max_steps"] == -1 else drawn["max_steps"]
     schedule = Schedule.parse(drawn["scheduling"], drawn["interval"])
-    plan = list(simulate(schedule, Epoch(batches), drawn["epochs"], drawn["policy"], max_windows=limit))
+    plan = list(walk(schedule, Epoch(batches), drawn["epochs"], drawn["policy"], limit))
     assert module.estimate == module.closed == module.trainer.global_step == sum(s.windows for s in plan)
     assert module.updates == pytest.approx([-1.0] * module.closed)
     if drawn["policy"] == "average":

@@ -198,7 +198,7 @@ def test_an_unknown_interval_is_refused_with_those_that_exist(capsys: pytest.Cap
 @pytest.mark.parametrize("model", DOORS)
 def test_a_factor_in_yaml_and_a_scheduler_on_the_command_line_are_refused(model: type[Toy]) -> None:
     config = write_yaml("trainer: {accumulate_grad_batches: 2}")
-    with pytest.raises(MisconfigurationException, match=r"accumulate_grad_batches=2.*both say the accumulation factor"):
+    with pytest.raises(MisconfigurationException, match=r"accumulate_grad_batches=2.*both set the accumulation factor"):
         run_cli("--config", config, SHORT_NAME, "--trainer.callbacks.scheduling=4", model=model)
 
 

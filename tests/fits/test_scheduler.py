@@ -198,8 +198,8 @@ class ManualLBFGS(ManualToy, LBFGS):
 @pytest.mark.parametrize(
     ("module", "flags", "callbacks", "message"),
     [
-        pytest.param(Toy, {"accumulate_grad_batches": 2}, 1, "both say the accumulation factor", id="two factors"),
-        pytest.param(ManualToy, {"accumulate_grad_batches": 2}, 1, "both say the accumulation factor", id="mixin, two"),
+        pytest.param(Toy, {"accumulate_grad_batches": 2}, 1, "both set the accumulation factor", id="two factors"),
+        pytest.param(ManualToy, {"accumulate_grad_batches": 2}, 1, "both set the accumulation factor", id="mixin, two"),
         pytest.param(Toy, {}, 2, "Several callbacks schedule", id="Lightning's own scheduler beside"),
         pytest.param(ManualToy, {"accumulate_grad_batches": 2}, 3, "Several callbacks", id="mixin, Lightning's own"),
         pytest.param(

@@ -19,7 +19,7 @@ from lightning_accum import AccumulationScheduler, EffectiveStep
 # Lightning's warning and ours, where a loader cannot go on in the middle of an epoch
 PLAIN_LOADER = pytest.mark.filterwarnings(
     "ignore:You're resuming from a checkpoint that ended before the epoch ended",
-    "ignore:The fit resumes after .* but its loader begins anew",
+    "ignore:The fit resumes after .* but its loader starts over",
 )
 
 

@@ -21,6 +21,7 @@ from lightning_accum.checks.arguments import (
 )
 
 CPU = torch.device("cpu")
+CALL = "accumulate(loss"
 
 
 def make_optimizers(number: int) -> list[Any]:
@@ -30,16 +31,16 @@ def make_optimizers(number: int) -> list[Any]:
 def test_an_optimizer_is_found_raw_or_wrapped() -> None:
     optimizers = make_optimizers(3)
     for position, optimizer in enumerate(optimizers):
-        assert optimizer_position(optimizer, optimizers) == position
-        assert optimizer_position(LightningOptimizer(optimizer), optimizers) == position
-    assert optimizer_position(None, optimizers[:1]) == 0
+        assert optimizer_position(optimizer, optimizers, CALL) == position
+        assert optimizer_position(LightningOptimizer(optimizer), optimizers, CALL) == position
+    assert optimizer_position(None, optimizers[:1], CALL) == 0
 
 
 def test_no_optimizer_among_several_is_refused_with_the_call_to_make() -> None:
     with pytest.raises(
         ValueError, match=r"has 2 optimizers.*`accumulate\(loss, optimizer=self\.optimizers\(\)\[0\]\)`"
     ):
-        optimizer_position(None, make_optimizers(2))
+        optimizer_position(None, make_optimizers(2), CALL)
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -47,7 +48,7 @@ def test_a_foreign_optimizer_is_refused(number: int) -> None:
     with pytest.raises(
         ValueError, match=r"`accumulate\(loss, optimizer=SGD\)`: not one of.*Take it from `self\.optimizers"
     ):
-        optimizer_position(make_optimizers(1)[0], make_optimizers(number))
+        optimizer_position(make_optimizers(1)[0], make_optimizers(number), CALL)
 
 
 @pytest.mark.parametrize("loss", [1.5, None, [torch.tensor(1.0)], {"loss": torch.tensor(1.0)}], ids=repr)
@@ -130,5 +131,5 @@ def test_an_open_window_has_gradients_and_an_empty_one_none() -> None:
         check_not_zeroed(optimizer)
     optimizer.param_groups[0]["params"][0].grad = torch.zeros(1)
     check_not_zeroed(optimizer)
-    with pytest.raises(RuntimeError, match=r"There are gradients that `accumulate` has not made"):
+    with pytest.raises(RuntimeError, match=r"Found gradients that did not come from `accumulate`"):
         check_no_gradients(optimizer)

@@ -41,7 +41,7 @@ WAY_OUT_OF_A_FACTOR = "must be an int >= 1"
             {"gen": 2, "disc": 4},
             TypeError,
             r"\{'gen': 2, 'disc': 4\}",
-            "one factor for all optimizers.*calls `accumulate` only in the windows that are meant",
+            "one factor for all optimizers.*call `accumulate` for it only in the windows that are meant",
             id="names",
         ),
         pytest.param({1: 2, "1": 4}, ValueError, r"\{1: 2, '1': 4\}", "a start is given twice", id="start twice"),
@@ -127,7 +127,8 @@ def test_look_up_equals_a_walk_from_0(scheduling: dict[int, int], interval: Any)
     assert [schedule.factor_at(position) for position in range(15)] == walked
     by_epoch = interval == "epoch"
     assert [
-        schedule.factor(epoch=i if by_epoch else 99, effective_step=99 if by_epoch else i) for i in range(15)
+        schedule.factor(epoch=i if by_epoch else 99, effective_step=99 if by_epoch else i, samples=99)
+        for i in range(15)
     ] == walked
     assert schedule.largest_factor == max(walked)
     for position in range(15):

@@ -1,276 +1,78 @@
-"""The plan: a fit in integers equals a walk through its micro-batches, and the estimate what a fit really does."""
+"""The plan as a table: few rows, and what they say."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from itertools import pairwise
-from math import inf
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
-import torch
-from helpers import ManualToy, Toy, TwoWeights, as_given, make_trainer, ones, windows_of
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from resume_helpers import PLAIN_LOADER
-from torch.utils.data import DataLoader
 
-from lightning_accum import AccumulationScheduler, estimated_stepping_batches
-from lightning_accum.schedule.epoch import Epoch
-from lightning_accum.schedule.factors import Schedule
-from lightning_accum.schedule.resolve import arithmetic
-from lightning_accum.schedule.simulation import Stretch, merge, simulate
-
-Interval = Any
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> tuple[dict[int, int], Interval, int, int, float]:
-    """Schedule, interval, micro-batches per epoch, epochs, and effective steps after which the fit ends."""
-    interval = draw(st.sampled_from(["epoch", "step"]))
-    starts = st.integers(0, 4 if interval == "epoch" else 15)
-    return (
-        draw(st.dictionaries(starts, st.integers(1, 6), min_size=1, max_size=4)),
-        interval,
-        draw(st.integers(1, 12)),
-        draw(st.integers(1, 5)),
-        draw(st.integers(0, 30) | st.just(inf)),
-    )
-
-
-def walk(scheduling: dict[int, int], interval: Interval, batches: int, epochs: int) -> list[list[tuple[int, int]]]:
-    """The windows, micro-batch by micro-batch."""
-
-    def factor_of(epoch: int, step: int) -> int:
-        passed = [start for start in scheduling if start <= (epoch if interval == "epoch" else step)]
-        return scheduling[max(passed)] if passed else 1
-
-    return windows_of(batches, factor_of, epochs)
-
-
-def spread(stretches: Iterable[Stretch]) -> list[tuple[int, int]]:
-    """(epoch, micro-batches) of each window."""
-    return [
-        (epoch, length)
-        for stretch in stretches
-        for epoch in range(stretch.first_epoch, stretch.last_epoch + 1)
-        for length in [stretch.factor] * (stretch.windows - 1) + [stretch.rest or stretch.factor]
-    ]
-
-
-@settings(deadline=None, derandomize=True)
-@given(plan=plans())
-def test_a_plan_equals_a_walk_through_the_micro_batches(plan: tuple[Any, ...]) -> None:
-    scheduling, interval, batches, epochs, max_windows = plan
-    stretches = list(simulate(Schedule.parse(scheduling, interval), Epoch(batches), epochs, max_windows=max_windows))
-    walked = [(window[0][0], len(window)) for window in walk(scheduling, interval, batches, epochs)]
-    walked = walked[: int(min(max_windows, len(walked)))]
-    assert spread(stretches) == walked
-    assert sum(stretch.windows for stretch in stretches) == len(walked)
-    step = 0
-    for stretch in stretches:
-        assert stretch.first_epoch == stretch.last_epoch
-        assert stretch.first_step == step
-        assert 0 <= stretch.rest < stretch.factor
-        step += stretch.windows
-
-
-@settings(deadline=None, derandomize=True)
-@given(plan=plans())
-def test_a_merged_plan_has_the_same_windows_in_fewest_rows(plan: tuple[Any, ...]) -> None:
-    scheduling, interval, batches, epochs, max_windows = plan
-    stretches = list(simulate(Schedule.parse(scheduling, interval), Epoch(batches), epochs, max_windows=max_windows))
-    rows = merge(stretches)
-    assert spread(rows) == spread(stretches)
-    for row, after in pairwise(rows):
-        assert after.first_epoch in (row.last_epoch, row.last_epoch + 1)
-        alike = replace(after, first_epoch=row.first_epoch, last_epoch=row.last_epoch, first_step=row.first_step) == row
-        assert not (alike and after.first_epoch == row.last_epoch + 1)
-
-
-def test_an_endless_fit_can_be_planned_up_to_a_number_of_steps() -> None:
-    stretches = list(simulate(Schedule.parse({1: 4}), Epoch(6), inf, max_windows=9))
-    assert spread(stretches) == [(0, 1)] * 6 + [(1, 4), (1, 2), (2, 4)]
-
-
-# The estimate, inside real fits
-
-
-class Estimating(Toy):
-    """Asks in ``configure_optimizers``."""
-
-    num_optimizers = 1
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.estimate = -1
-
-    def configure_optimizers(self) -> Any:
-        self.estimate = estimated_stepping_batches(self.trainer, num_optimizers=self.num_optimizers)
-        return super().configure_optimizers()
-
-
-class ManualEstimating(ManualToy, Estimating):
-    pass
-
-
-class TwoEstimating(TwoWeights, ManualEstimating):
-    """Two optimizers that both step in each window."""
-
-    num_optimizers = 2
-
-    def configure_optimizers(self) -> Any:
-        super().configure_optimizers()
-        return [torch.optim.SGD([weight], lr=1.0) for weight in (self.w, self.v)]
-
-
-MODULES = {"automatic": Estimating, "mixin": ManualEstimating, "two optimizers": TwoEstimating}
-ALL_MODULES = pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
-QUICK = settings(deadline=None, derandomize=True, max_examples=8, suppress_health_check=list(HealthCheck))
-
-
-@ALL_MODULES
-@QUICK
-@given(plan=plans(), max_steps=st.integers(1, 12) | st.none())
-def test_the_estimate_equals_the_windows_that_a_fit_closes(
-    module: type[Estimating], plan: tuple[Any, ...], max_steps: int | None
-) -> None:
-    scheduling, interval, batches, epochs, _ = plan
-    fitted = module()
-    scheduler = AccumulationScheduler(scheduling, interval=interval)
-    # max_steps counts every optimizer's step
-    trainer = make_trainer(max_epochs=epochs, max_steps=max_steps or -1, callbacks=[scheduler])
-    trainer.fit(fitted, ones(batches))
-    windows = len(walk(scheduling, interval, batches, epochs))
-    if max_steps is not None:
-        windows = min(windows, -(-max_steps // module.num_optimizers))
-    assert fitted.estimate == windows == len(fitted.updates) == trainer.global_step // module.num_optimizers > 0
-
-
-@ALL_MODULES
-@pytest.mark.parametrize(
-    ("flags", "sized", "windows"),
-    [
-        pytest.param({}, True, 10 + 5, id="whole epochs"),
-        pytest.param({"limit_train_batches": 7}, True, 7 + 4, id="limit in batches"),
-        pytest.param({"limit_train_batches": 0.5}, True, 5 + 3, id="limit as a part"),
-        pytest.param({"limit_train_batches": 7}, False, 7 + 4, id="limit of an unsized loader"),
-        pytest.param({"overfit_batches": 3}, True, 3 + 2, id="overfit_batches"),
-        pytest.param({"fast_dev_run": 3}, True, 3, id="fast_dev_run"),
-        pytest.param({"max_steps": 6}, False, None, id="max_steps of an unsized loader"),
-        pytest.param({"max_steps": 6, "max_epochs": -1}, True, None, id="max_steps of endless epochs"),
-        pytest.param({"max_steps": 26, "max_epochs": -1}, True, None, id="max_steps of many endless epochs"),
-    ],
-)
-def test_the_estimate_follows_the_trainers_limits(
-    module: type[Estimating], flags: dict[str, Any], sized: bool, windows: int | None
-) -> None:
-    fitted = module()
-    limits = {"max_epochs": 2, **flags}
-    if "fast_dev_run" in flags and module.num_optimizers == 2:
-        windows = 2  # Lightning makes max_steps=3 of it, which is over after two windows of two optimizers
-    trainer = make_trainer(callbacks=[AccumulationScheduler({1: 2})], **limits)
-    trainer.fit(fitted, ones(10, sized=sized))
-    expected = windows or flags["max_steps"] // module.num_optimizers
-    assert fitted.estimate == expected == len(fitted.updates)
-
-
-@pytest.mark.parametrize("module", [Estimating, ManualEstimating], ids=["automatic", "mixin"])
-def test_the_trainers_own_factor_is_a_schedule_too(module: type[Estimating]) -> None:
-    fitted = module()
-    make_trainer(accumulate_grad_batches=4, max_epochs=3).fit(fitted, ones(10))
-    assert fitted.estimate == 3 * 3 == len(fitted.updates)
-
-
-def test_a_second_fit_is_estimated_by_its_own_loader() -> None:
-    module = ManualEstimating()
-    trainer = make_trainer(accumulate_grad_batches=2)
-    trainer.fit(module, ones(6))
-    assert module.estimate == 3
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, ones(10))
-    assert module.estimate == 5 + 5
-
-
-@PLAIN_LOADER
-@pytest.mark.parametrize("module", [Estimating, ManualEstimating], ids=["automatic", "mixin"])
-@pytest.mark.parametrize("at", [3, 9], ids=["inside an epoch", "at an epoch's end"])
-def test_a_resumed_fit_is_estimated_from_step_0(module: type[Estimating], at: int, tmp_path: Path) -> None:
-    class SaveAt(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            if trainer.fit_loop.total_batch_idx == at:
-                trainer.save_checkpoint(tmp_path / "at.ckpt")
-
-    def fit(callbacks: list[L.Callback], **resume: Any) -> tuple[Estimating, int]:
-        fitted = module()
-        trainer = make_trainer(max_epochs=3, callbacks=[*callbacks, AccumulationScheduler({0: 2, 2: 5})])
-        trainer.fit(fitted, ones(10), **resume)
-        return fitted, trainer.global_step
-
-    whole, steps = fit([SaveAt()])
-    resumed, steps_resumed = fit([], ckpt_path=tmp_path / "at.ckpt")
-    assert whole.estimate == resumed.estimate == steps == steps_resumed == 5 + 5 + 2
-    assert 0 < len(resumed.updates) < len(whole.updates)
-
-
-@ALL_MODULES
-@pytest.mark.parametrize(
-    ("flags", "sized"), [({"max_epochs": -1}, True), ({"max_epochs": 2}, False)], ids=["endless epochs", "unsized"]
-)
-def test_a_fit_without_a_known_end_is_refused_with_the_way_out(
-    module: type[Estimating], flags: dict[str, Any], sized: bool
-) -> None:
-    trainer = make_trainer(callbacks=[AccumulationScheduler(2)], **flags)
-    with pytest.raises(
-        MisconfigurationException, match=r"no known end.*Give `Trainer\(max_steps=\.\.\.\)`; or `max_ep"
-    ):
-        trainer.fit(module(), ones(4, sized=sized))
+from lightning_accum import AccumulationScheduler, accumulation_plan
 
 
 @pytest.mark.parametrize(
-    ("number", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("2", TypeError), (True, TypeError)]
-)
-def test_a_number_of_optimizers_below_1_or_no_int_is_refused(number: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=rf"num_optimizers={number!r}\)`: must be an int >= 1"):
-        estimated_stepping_batches(make_trainer(), num_optimizers=number)
-
-
-# The line at fit start
-
-
-@pytest.mark.parametrize(
-    ("loader", "line"),
+    ("partial_window", "batches", "table"),
     [
         pytest.param(
-            lambda: DataLoader(torch.ones(10, dtype=torch.float64), batch_size=2),  # type: ignore[arg-type]
-            "Gradient accumulation: factor 1 from epoch 0, 4 from epoch 5."
-            " Effective batch size: micro-batch 2 x factor x 1 rank(s) = 2 then 8 samples.",
-            id="loader tells its batch size",
+            "average",
+            10,
+            """\
+epochs  factor  windows per epoch  last window  from effective step
+0-1     1       10                 1            0
+2-6     4       3                  2            20""",
+            id="average",
         ),
         pytest.param(
-            lambda: as_given([torch.ones(2, dtype=torch.float64)] * 3),
-            "Gradient accumulation: factor 1 from epoch 0, 4 from epoch 5.",
-            id="loader does not tell",
+            "drop",
+            10,
+            """\
+epochs  factor  windows per epoch  dropped  from effective step
+0-1     1       10                 0        0
+2-6     4       2                  2        20""",
+            id="drop",
+        ),
+        pytest.param(
+            "carry",
+            10,
+            """\
+epochs  factor  windows per epoch  carried on  from effective step
+0-1     1       10                 0           0
+2-6     4       2-3                0-2         20""",
+            id="carry",
+        ),
+        pytest.param(
+            "carry",
+            8,
+            """\
+epochs  factor  windows per epoch  carried on  from effective step
+0-1     1       8                  0           0
+2-6     4       2                  0           16""",
+            id="nothing to carry",
         ),
     ],
 )
-@pytest.mark.parametrize("module", [Toy, ManualToy], ids=["automatic", "mixin"])
-def test_one_line_at_fit_start_says_the_arithmetic(
-    module: type[Toy],
-    loader: Callable[[], Any],
-    line: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="lightning.pytorch")
-    trainer = make_trainer(callbacks=[AccumulationScheduler({5: 4})])
-    trainer.fit(module(), loader())
-    records = [record for record in caplog.records if record.getMessage().startswith("Gradient accumulation")]
-    assert [(record.getMessage(), record.levelno) for record in records] == [(line, logging.INFO)]
-    assert arithmetic(trainer, Schedule.parse({5: 4})) == line
+def test_epochs_that_look_the_same_are_one_row(partial_window: Any, batches: int, table: str) -> None:
+    scheduler = AccumulationScheduler({0: 1, 2: 4}, partial_window=partial_window)
+    assert str(accumulation_plan(scheduler, batches=batches, epochs=7)) == table
+
+
+@pytest.mark.parametrize("partial_window", ["average", "drop", "carry"])
+@pytest.mark.parametrize("interval", ["epoch", "step", "sample"])
+def test_a_billion_epochs_are_a_short_table(interval: Any, partial_window: Any) -> None:
+    scheduler = AccumulationScheduler({0: 1, 1000: 64}, interval=interval, partial_window=partial_window)
+    plan = accumulation_plan(scheduler, batches=1563, epochs=10**9, micro_batch_size=8, last_micro_batch_size=3)
+    assert 1 < len(str(plan).splitlines()) < 6
+    assert plan.effective_steps == sum(row.windows for row in plan.rows) > 10**9
+
+
+def test_a_long_table_is_cut_before_its_last_row() -> None:
+    def plan(entries: int) -> list[str]:
+        scheduling = {epoch: epoch % 7 + 1 for epoch in range(entries)}
+        made = accumulation_plan(scheduling, batches=12, epochs=entries, micro_batch_size=2)
+        assert len(made.rows) == entries
+        return str(made).splitlines()
+
+    assert len(plan(20)) == 1 + 20
+    header, *rows = plan(10_000)
+    assert header.startswith("epochs")
+    assert [row.split()[0] for row in rows] == [*map(str, range(19)), "...", "9999"]
+    assert rows[-2] == "... (9980 more)"

@@ -187,7 +187,7 @@ def test_what_the_package_refuses_leaves_nothing_behind(door: Door) -> None:
             return torch.optim.LBFGS(self.parameters())
 
     refused = [
-        (door(), by_scheduler(accumulate_grad_batches=4), "both say the accumulation factor"),
+        (door(), by_scheduler(accumulate_grad_batches=4), "both set the accumulation factor"),
         (ClosureOptimizer(), by_scheduler(), "LBFGS calls a closure"),
     ]
     for module, trainer, message in refused:

@@ -45,7 +45,7 @@ def change(path: str, how: Callable[[dict[str, Any]], Any]) -> None:
 def ours(caught: list[warnings.WarningMessage]) -> list[str]:
     """What this package has warned of."""
     said = [str(warning.message) for warning in caught]
-    return [text for text in said if "accumulation window" in text or "its loader begins anew" in text]
+    return [text for text in said if "accumulation window" in text or "its loader starts over" in text]
 
 
 # What is in it
@@ -113,7 +113,7 @@ def test_a_loader_that_begins_anew_is_warned_of_once(door: str) -> None:
         warnings.simplefilter("always")
         resumed = fit(door, ckpt_path="5.ckpt", loader=as_given(DATA))
     (said,) = ours(caught)
-    assert "its loader begins anew" in said
+    assert "its loader starts over" in said
     assert resumed.micro_batches == [3, 4, 3]
 
 

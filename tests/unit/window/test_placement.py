@@ -121,13 +121,13 @@ def test_the_factor_is_known_in_configure_optimizers(door: str) -> None:
 
 @pytest.mark.parametrize("door", SCHEDULED)
 def test_sizes_that_do_not_divide_are_rounded_up_with_one_warning_of_all_numbers(door: str) -> None:
-    with pytest.warns(UserWarning, match="no multiple of 2") as warned:
+    with pytest.warns(UserWarning, match="not a multiple of 2") as warned:
         module, _ = asked(door, {0: 7, 1: 8, 2: 13}, max_epochs=3)
     message = (
-        "`effective_batch_size`: 7 then 13 samples are no multiple of 2 (micro-batch x ranks). The next size above"
+        "`effective_batch_size`: 7 then 13 samples are not a multiple of 2 (micro-batch x ranks). The next larger size"
     )
     told = [str(w.message) for w in warned if "multiple" in str(w.message)]
-    assert told == [f"{message} is taken: 8 then 14."]
+    assert told == [f"{message} is used: 8 then 14."]
     assert len(module.updates) == 6 + 6 + 4  # factors 4, 4, 7
 
 
