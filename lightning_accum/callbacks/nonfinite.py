@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_accum.callbacks._base import AccumulationCallback
 from lightning_accum.gradients import buffers as gradients
-from lightning_accum.gradients.distributed import sums
+from lightning_accum.gradients.distributed import all_reduce_sum
 from lightning_accum.gradients.precision import active_scaler
 from lightning_accum.seams import loop
 from lightning_accum.seams.window_length import current_window
@@ -71,7 +71,7 @@ def _is_finite(trainer: Trainer, optimizer: Optimizer) -> bool:
     broken = ~gradients.are_finite(gradients.parameters(optimizer))
     # DDP has already all-reduced the gradient, so all ranks see the same one.
     if trainer.world_size > 1 and not isinstance(trainer.strategy.model, DistributedDataParallel):
-        broken = sums(trainer, broken)
+        broken = all_reduce_sum(trainer, broken)
     return not broken.item()  # the only read from the device
 
 
