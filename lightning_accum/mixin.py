@@ -150,9 +150,9 @@ class AccumulationMixin(_Module):
                 this module's, or none where there are several.
         """
         step = self._accumulation.step
-        if step is None or step.micro_batch is None:
-            raise refusals.outside_training_step("accumulate")
-        return step.accumulate(step.open_window("accumulate(loss", optimizer), loss, weight, more=more)
+        if step is None:
+            raise refusals.outside_training_step("accumulate(loss")
+        return step.accumulate(loss, weight, optimizer, more=more)
 
     @_uncompiled
     def accumulate_split(
@@ -192,11 +192,10 @@ class AccumulationMixin(_Module):
             MisconfigurationException: ``"auto"`` where ranks wait for each other inside forward or backward.
         """
         step = self._accumulation.step
-        if step is None or step.micro_batch is None:
-            raise refusals.outside_training_step("accumulate_split")
-        i = step.open_window("accumulate_split(batch, loss_fn", optimizer)
+        if step is None:
+            raise refusals.outside_training_step("accumulate_split(batch, loss_fn")
         split = retry.SplitBatch(batch, loss_fn, batch_dim, getattr(self, "slice_micro_batch", None))
-        return retry.accumulate_split(step, i, split, micro_batch_size)
+        return retry.accumulate_split(step, optimizer, split, micro_batch_size)
 
     @override
     def clip_gradients(

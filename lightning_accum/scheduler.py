@@ -21,7 +21,7 @@ from lightning_accum.seams import hooks, loop
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.step.automatic import AutomaticDoor
 from lightning_accum.step.engine import Door, Engine, Options
-from lightning_accum.step.guards import FirstBackwardGuard
+from lightning_accum.step.guards import check_first_backward
 from lightning_accum.step.manual_fit import ManualDoor, ModuleState
 from lightning_accum.window import checkpoint as checkpoints
 from lightning_accum.window.placement import WindowPlacement
@@ -108,7 +108,6 @@ class AccumulationScheduler(Callback):
         self.progress = Progress()
         self._door = Door()
         self._placement = WindowPlacement(self.schedule, self.partial_window, self.progress, self._flags)
-        self._first_backward = FirstBackwardGuard()
         self._restored: dict[str, Any] | None = None  # from a checkpoint, until training starts
         self._has_failed = False
 
@@ -151,7 +150,7 @@ class AccumulationScheduler(Callback):
         advice.warn_of_low_precision(trainer.optimizers, schedule, in_float32)
         self.gradients.start(trainer.optimizers)
         if schedule.largest_factor > 1:
-            self._first_backward = FirstBackwardGuard(trainer.optimizers)
+            check_first_backward(trainer)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -178,7 +177,7 @@ class AccumulationScheduler(Callback):
             return
         if self._restored is not None:  # by a finder inside the fit, which loads what it has saved before it ran
             self._restore(trainer)
-        if trainer.world_size > 1:
+        if self._engine.ranks.size > 1:
             refusals.refuse_unequal_ends(trainer)
         if self._placement.begin_batch(trainer, batch_idx, extends_overdue=self._door.extends_overdue):
             self.gradients.start(trainer.optimizers)  # BackboneFinetuning adds parameters between windows
@@ -186,13 +185,11 @@ class AccumulationScheduler(Callback):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._first_backward.before()
         self._door.before_backward(loss)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._door.after_backward()
-        self._first_backward.after()
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -234,6 +231,7 @@ class AccumulationScheduler(Callback):
         self.gradients.release()
         self._door.release()
         hooks.unshadow_all(module, "on_validation_model_zero_grad", "configure_optimizers")
+        hooks.unshadow_all(trainer.strategy, "backward", "block_backward_sync")
 
     # Around the open window
 

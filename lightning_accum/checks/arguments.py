@@ -90,14 +90,13 @@ def check_no_gradients(optimizer: Optimizer) -> None:
         )
 
 
-def check_not_zeroed(optimizer: Optimizer) -> None:
-    """Raise if an open window has lost its gradients."""
+def gradients_are_gone() -> RuntimeError:
+    """Return the error for an open window that has lost its gradients."""
     # Only `set_to_none=True` is seen: the zeros of `set_to_none=False` look like gradients.
-    if not any_gradient(optimizer):
-        raise RuntimeError(
-            "The gradients of an open accumulation window are gone: `zero_grad()` was called by hand, or a hook set"
-            " them to None. Remove that call: they are zeroed when the window has closed."
-        )
+    return RuntimeError(
+        "The gradients of an open accumulation window are gone: `zero_grad()` was called by hand, or a hook set"
+        " them to None. Remove that call: they are zeroed when the window has closed."
+    )
 
 
 def as_weight(weight: object, device: torch.device, name: str = "weight") -> float | Tensor:

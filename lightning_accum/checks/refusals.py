@@ -145,8 +145,17 @@ def refuse_closure_optimizers(optimizers: list[Optimizer], schedule: Schedule, m
             )
 
 
-def outside_training_step(method: str) -> RuntimeError:
-    """Return the error for a call of ``accumulate`` or ``accumulate_split`` outside ``training_step``."""
+def outside_training_step(call: str) -> RuntimeError:
+    """Return the error for a call of ``accumulate`` or its kin outside ``training_step``; ``call``: how it begins."""
+    method = call.split("(")[0]
     return RuntimeError(
         f"`{method}` was called outside `training_step`. Call it in `training_step`, while `Trainer.fit` runs."
+    )
+
+
+def has_stepped(call: str) -> RuntimeError:
+    """Return the error for a second call for an optimizer that has stepped; ``call``: how it begins."""
+    return RuntimeError(
+        f"`{call.split('(')[0]}` was called again for an optimizer that has already stepped in this `training_step`."
+        " Give `more=True` to every call of `accumulate` but the last."
     )

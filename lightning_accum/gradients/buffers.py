@@ -179,11 +179,11 @@ class WindowGradients:
             for optimizer in optimizers:
                 self._float32.watch(parameters(optimizer))
 
-    def mask(self, parameters: Iterable[Tensor], weight: Weight) -> None:
+    def mask(self, optimizer: Optimizer, weight: Weight) -> None:
         """Let the next backward add nothing if its weight is 0, whatever the loss is; for a number above 0, no work."""
         self._mask.uncover()
         if isinstance(weight, Tensor) or weight == 0:
-            self._mask.cover(parameters, weight)
+            self._mask.cover(parameters(optimizer), weight)
 
     def unmask(self) -> None:
         """The backward is through."""

@@ -110,7 +110,9 @@ class Ranks:
 
     def backward(self, device: torch.device, *, last: bool) -> AbstractContextManager[None]:
         """Return the context of a backward: outside of autocast, and synced only if it is the window's last one."""
-        return without_autocast(device) if self.size == 1 else self._on_ranks(device, last=last)
+        if self.size > 1:
+            return self._on_ranks(device, last=last)
+        return without_autocast(device)
 
     @contextmanager
     def _on_ranks(self, device: torch.device, *, last: bool) -> Iterator[None]:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from copy import copy
 from dataclasses import dataclass
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
 from torch import Tensor
+from torch.optim import Optimizer
 
-from lightning_accum.checks.arguments import check_loss, check_split
+from lightning_accum.checks.arguments import as_weight, check_loss, check_split
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients.buffers import trainable
+from lightning_accum.gradients.buffers import Weight, trainable
 from lightning_accum.seams import logs, loop
 from lightning_accum.split.slicing import Slicer, batch_size, equal_sizes, pieces
-from lightning_accum.step.manual import ManualStep
+from lightning_accum.step.manual import ManualStep, Piece
+from lightning_accum.window.state import Accumulator
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -48,53 +50,61 @@ class SplitBatch:
         return batch_size(self.batch, self.dim)
 
 
-def accumulate_split(step: ManualStep, i: int, batch: SplitBatch, micro_batch_size: int | str) -> EffectiveStep | None:
-    """Contribute a batch in pieces to optimizer ``i``'s window; step if it is the window's last batch."""
-    if not step.learns:
+def accumulate_split(
+    step: ManualStep, optimizer: Optimizer | LightningOptimizer | None, batch: SplitBatch, micro_batch_size: int | str
+) -> EffectiveStep | None:
+    """Contribute a batch in pieces to an optimizer's window; step if it is the window's last batch."""
+    window, micro_batch = step.open_window("accumulate_split(batch, loss_fn", optimizer)
+    if not micro_batch.learns:
         return None
     check_split(micro_batch_size, batch.dim)
     if isinstance(micro_batch_size, str):
-        _contribute_what_fits(step, i, batch)
+        _contribute_what_fits(step, window, batch, closes=micro_batch.closes)
     else:
         sizes = equal_sizes(batch.size, micro_batch_size)
         step.ranks.refuse_unequal_pieces(len(sizes))
-        _contribute_all(step, i, batch, sizes, closes=step.closes)
-    return step.step(i) if step.closes else None
+        _contribute_all(step, window, batch, sizes, closes=micro_batch.closes)
+    return step.step(window) if micro_batch.closes else None
 
 
-def _contribute_all(step: ManualStep, i: int, batch: SplitBatch, sizes: list[int], *, closes: bool) -> None:
+def _contribute_all(
+    step: ManualStep, window: Accumulator, batch: SplitBatch, sizes: list[int], *, closes: bool
+) -> None:
     """Run the forward and backward of every piece; ``closes``: the last one is the window's last one."""
     is_first = True
     for index, piece in enumerate(pieces(batch.batch, sizes, batch.dim, batch.slicer)):
-        if (given := _loss_of(step, batch, piece, sizes[index])) is not None:
-            last = closes and index + 1 == len(sizes)
-            step.contribute(i, *given, last=last, piece=(len(sizes), is_first))
+        last = closes and index + 1 == len(sizes)
+        given = _loss_of(step, batch, piece, sizes[index])
+        if given is not None:
+            step.contribute(window, *given, last=last, piece=Piece(len(sizes), is_first))
             is_first = False
         del given  # nothing of a piece's graph outlives it
 
 
-def _loss_of(step: ManualStep, batch: SplitBatch, piece: Any, size: int) -> tuple[Tensor, float | Tensor] | None:
+def _loss_of(step: ManualStep, batch: SplitBatch, piece: Any, size: int) -> tuple[Tensor, Weight] | None:
     given = batch.loss_fn(piece)
     loss, weight = given if isinstance(given, tuple) else (given, None)
     if loss is None:
         return None
     check_loss(loss, "loss_fn(micro_batch)")
-    return loss, step.engine.weigh(piece, loss.device, float(size)) if weight is None else weight
+    if weight is None:
+        return loss, step.engine.weigh(piece, loss.device, float(size))
+    return loss, as_weight(weight, loss.device)
 
 
 # Where memory runs out
 
 
-def _contribute_what_fits(step: ManualStep, i: int, batch: SplitBatch) -> None:
+def _contribute_what_fits(step: ManualStep, window: Accumulator, batch: SplitBatch, *, closes: bool) -> None:
     """Try, and halve the micro-batches until no rank runs out of memory; each try is of the batch as it came."""
-    ranks, history = step.ranks, step.engine.progress.history(i)
+    ranks, history = step.ranks, window.history
     ranks.prepare_for_retries()
     while True:
-        put_back = _remember(step, i)
+        put_back = _remember(step, window)
         total = batch.size
         sizes = equal_sizes(total, history.split_size or max(total, 1))
         # With several ranks the sync comes after they have agreed: none waits in it for one that has failed.
-        error = _try(step, i, batch, sizes)
+        error = _try(step, window, batch, sizes, closes=closes and ranks.size == 1)
         failed = ranks.all_reduce_min(inf if error is None else sizes[0])
         if failed == inf:
             return
@@ -102,13 +112,15 @@ def _contribute_what_fits(step: ManualStep, i: int, batch: SplitBatch) -> None:
         if failed == 1:
             raise _without_way_out(error)
         history.split_size = ceil(failed / 2)
-        _log_size(step.trainer, failed, history.split_size, i)
+        _log_size(step.trainer, failed, history.split_size, window.index)
 
 
-def _try(step: ManualStep, i: int, batch: SplitBatch, sizes: list[int]) -> RuntimeError | None:
+def _try(
+    step: ManualStep, window: Accumulator, batch: SplitBatch, sizes: list[int], *, closes: bool
+) -> RuntimeError | None:
     """Return the error if memory ran out; a copy if another try follows, since its traceback holds the graph."""
     try:
-        _contribute_all(step, i, batch, sizes, closes=step.closes and step.ranks.size == 1)
+        _contribute_all(step, window, batch, sizes, closes=closes)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -130,9 +142,9 @@ def _without_way_out(error: RuntimeError | None) -> RuntimeError:
     return error
 
 
-def _log_size(trainer: Trainer, failed: float, size: int, i: int) -> None:
+def _log_size(trainer: Trainer, failed: float, size: int, optimizer_idx: int) -> None:
     rank_zero_info(f"Out of memory with micro-batches of {failed:.0f} items: from now on they have {size}.")
-    name = "accumulation/micro_batch_size" + (f"-{i}" if i else "")
+    name = "accumulation/micro_batch_size" + (f"-{optimizer_idx}" if optimizer_idx else "")
     for logger in trainer.loggers:
         logger.log_metrics({name: size}, step=logs.logger_step(trainer))
 
@@ -140,13 +152,13 @@ def _log_size(trainer: Trainer, failed: float, size: int, i: int) -> None:
 # Undoing a try
 
 
-def _remember(step: ManualStep, i: int) -> Callable[[], None]:
+def _remember(step: ManualStep, window: Accumulator) -> Callable[[], None]:
     """Keep everything that a try changes; what is returned puts it back and frees memory."""
     undo = [
         loop.remember_rng(),
         _remember_buffers(step.module),
-        _remember_window(step, i),
-        step.engine.gradients.remember(_within_reach(step, i)),
+        _remember_window(step, window),
+        step.engine.gradients.remember(_within_reach(step, window.index)),
     ]
 
     def put_back() -> None:
@@ -158,10 +170,10 @@ def _remember(step: ManualStep, i: int) -> Callable[[], None]:
     return put_back
 
 
-def _within_reach(step: ManualStep, i: int) -> Iterable[Tensor]:
+def _within_reach(step: ManualStep, optimizer_idx: int) -> Iterable[Tensor]:
     """Parameters whose gradients a backward may change."""
     optimizers = step.trainer.optimizers
-    return trainable(optimizers[i]) if step.ranks.size == 1 < len(optimizers) else step.module.parameters()
+    return trainable(optimizers[optimizer_idx]) if step.ranks.size == 1 < len(optimizers) else step.module.parameters()
 
 
 def _remember_buffers(module: LightningModule) -> Callable[[], None]:
@@ -181,12 +193,11 @@ def _remember_buffers(module: LightningModule) -> Callable[[], None]:
     return put_back
 
 
-def _remember_window(step: ManualStep, i: int) -> Callable[[], None]:
-    progress = step.engine.progress
-    window, history, last_batch = copy(progress.accumulator(i)), copy(progress.history(i)), progress.last_batch
+def _remember_window(step: ManualStep, window: Accumulator) -> Callable[[], None]:
+    progress, last_batch, put_back_window = step.engine.progress, step.engine.progress.last_batch, window.remember()
 
     def put_back() -> None:
-        progress.window.accumulators[i], progress.last_batch = copy(window), last_batch
-        progress.histories[i].mean_weight = history.mean_weight
+        progress.last_batch = last_batch
+        put_back_window()
 
     return put_back

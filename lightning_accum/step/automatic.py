@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_accum import effective_step
 from lightning_accum.checks import advice
 from lightning_accum.gradients import precision
-from lightning_accum.gradients.buffers import Weight, any_gradient
+from lightning_accum.gradients.buffers import Weight, any_gradient, weighs_nothing
 from lightning_accum.gradients.distributed import sync_first_backward
 from lightning_accum.seams import hooks, loop
 from lightning_accum.step.engine import Door, Engine
@@ -48,7 +48,6 @@ class AutomaticDoor(Door):
     def _works(self) -> bool:
         return self._engine.flags.in_charge(self._trainer)
 
-    @property
     @override
     def extends_overdue(self) -> bool:
         return self._window.is_pending
@@ -60,6 +59,7 @@ class AutomaticDoor(Door):
 
     @override
     def begin_batch(self, batch: Any) -> None:
+        self._engine.batch = loop.all_batches(self._trainer)
         self._weight = self._engine.weigh(batch, self._module.device)
 
     @override
@@ -67,11 +67,13 @@ class AutomaticDoor(Door):
         """Weigh the micro-batch: its gradient is multiplied while it flows, and the loss that is logged is not."""
         if not self._works:
             return
-        if self._window.phase in (Phase.STEPPING, Phase.STEPPED):
-            self._window.drop()  # a closure optimizer evaluates the same micro-batch again
+        window = self._window
+        if window.phase in (Phase.STEPPING, Phase.STEPPED):
+            window.drop()  # a closure optimizer evaluates the same micro-batch again
         divisor = precision.real_divisor(int(self._trainer.accumulate_grad_batches), loss.dtype)
-        contribution = Contribution(self._weight, self._whole(loss) if self._sums_losses else None)
-        scale = self._engine.begin_backward(0, contribution, divisor, divided_by=divisor)
+        sums_loss = self._sums_losses and not weighs_nothing(self._weight)
+        contribution = Contribution(self._weight, self._whole(loss) if sums_loss else None)
+        scale = self._engine.begin_backward(window, contribution, divisor, divided_by=divisor)
         if isinstance(scale, Tensor):
             scale = scale.to(loss.dtype)
         elif scale == 1.0:
@@ -87,7 +89,7 @@ class AutomaticDoor(Door):
     @override
     def after_backward(self) -> None:
         if self._works:
-            self._engine.end_backward(0, synced=False)
+            self._engine.end_backward(self._window, synced=False)
 
     @override
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -100,13 +102,13 @@ class AutomaticDoor(Door):
         self._leave_out_clip_without_gradients()
         scaler = precision.active_scaler(self._trainer) if self._window.micro_batches else None
         if scaler is not None:
-            contributes = self._engine.progress.last_batch == loop.all_batches(self._trainer)
+            contributes = self._engine.progress.last_batch == self._engine.batch
             self._skips.append(precision.ScaledStep(scaler, optimizer).finish)
             if not contributes:
                 self._step_for_lightning(scaler, optimizer)
         ranks = self._engine.ranks
         # Without `weight_fn` all ranks contribute as much: Lightning refuses a None of some of them.
-        self._engine.begin_step(0, ranks.window_totals if self._is_weighted else ranks.equal_totals)
+        self._engine.begin_step(self._window, ranks.window_totals if self._is_weighted else ranks.equal_totals)
 
     def _leave_out_clip_without_gradients(self) -> None:
         """Leave out the clip if a hook before the step has taken the gradients away: torch's, by value, needs some."""
@@ -145,7 +147,7 @@ class AutomaticDoor(Door):
         if self._window.phase is not Phase.STEPPED:
             return
         reports = self._sums_losses and self._window.totals.weight > 0
-        step = self._engine.report(0) if reports else None
+        step = self._engine.report(self._window) if reports else None
         self._engine.close(at=loop.ready_batches(self._trainer))
         if step is not None:
             effective_step.notify(self._trainer, self._module, step)
@@ -179,5 +181,4 @@ class AutomaticDoor(Door):
 
     @override
     def release(self) -> None:
-        hooks.unshadow_all(self._trainer.strategy, "block_backward_sync")
         hooks.unshadow_all(self._module, "configure_gradient_clipping")

@@ -15,15 +15,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum.checks import advice
-from lightning_accum.checks.arguments import as_weight, check_not_zeroed
+from lightning_accum.checks.arguments import as_weight, gradients_are_gone
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients.buffers import Weight, WindowGradients, any_gradient, parameters
+from lightning_accum.gradients.buffers import Weight, WindowGradients, any_gradient
 from lightning_accum.gradients.distributed import Ranks
 from lightning_accum.schedule.factors import PartialWindow
-from lightning_accum.seams import loop
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.window.progress import Progress
-from lightning_accum.window.state import Contribution, Phase, Totals
+from lightning_accum.window.state import Accumulator, Contribution, Phase, Totals
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -63,12 +62,8 @@ class Engine:
         self.trainer, self.options, self.progress = trainer, options, progress
         self.gradients, self.flags = gradients, flags
         self.ranks = Ranks(trainer, module, sync_each=options.sync_each_micro_batch)
+        self.batch = 0  # the present micro-batch, counted over the whole training from 1
         self.unweighted_warning = ""  # to be given when a micro-batch without a weight arrives
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The Trainer's optimizers, unwrapped."""
-        return self.trainer.optimizers
 
     def weigh(self, batch: Any, device: torch.device, default: float | None = None) -> Weight:
         """Return the weight of a micro-batch for which the user's step gave none."""
@@ -82,48 +77,47 @@ class Engine:
     # From a contribution to the counted window, in this order
 
     def begin_backward(
-        self, optimizer_idx: int, contribution: Contribution, length: float, divided_by: float = 1
+        self, window: Accumulator, contribution: Contribution, length: float, divided_by: float = 1
     ) -> Weight:
         """Announce a contribution; return the factor for its loss."""
-        accumulator, optimizer = self.progress.accumulator(optimizer_idx), self.optimizers[optimizer_idx]
-        self.drop_if_failed(optimizer_idx)
-        if accumulator.has_gradients:
-            check_not_zeroed(optimizer)
-        self.gradients.mask(parameters(optimizer), contribution.weight)
-        return accumulator.begin_backward(contribution, length, divided_by)
+        if window.phase is Phase.BACKWARD:
+            self._drop_failed(window)
+        optimizer = self.trainer.optimizers[window.index]
+        if window.has_gradients and not any_gradient(optimizer):
+            raise gradients_are_gone()
+        self.gradients.mask(optimizer, contribution.weight)
+        return window.begin_backward(contribution, length, divided_by)
 
-    def end_backward(self, optimizer_idx: int, *, synced: bool) -> None:
+    def end_backward(self, window: Accumulator, *, synced: bool) -> None:
         """Count the announced contribution; its gradient is in ``.grad``."""
         self.gradients.unmask()
-        accumulator, optimizer = self.progress.accumulator(optimizer_idx), self.optimizers[optimizer_idx]
-        accumulator.end_backward(has_gradients=any_gradient(optimizer), has_synced=synced)
-        self.progress.last_batch = loop.all_batches(self.trainer)
+        has_gradients = any_gradient(self.trainer.optimizers[window.index])
+        window.end_backward(has_gradients=has_gradients, has_synced=synced)
+        self.progress.last_batch = self.batch
 
     def begin_step(
-        self, optimizer_idx: int, sum_over_ranks: Callable[[Weight, Weight, int], tuple[float, Weight, int]]
+        self, window: Accumulator, sum_over_ranks: Callable[[Weight, Weight, int], tuple[float, Weight, int]]
     ) -> bool:
         """Make the optimizer's gradient the window's weighted mean; whether there is anything to step with."""
-        accumulator, optimizer = self.progress.accumulator(optimizer_idx), self.optimizers[optimizer_idx]
-        self.drop_if_failed(optimizer_idx)
-        sums = sum_over_ranks(accumulator.weight, accumulator.loss, accumulator.batches)
-        correction = accumulator.begin_step(Totals(*sums, self.ranks.size))
+        optimizer = self.trainer.optimizers[window.index]
+        sums = sum_over_ranks(window.weight, window.loss, window.batches)
+        correction = window.begin_step(Totals(*sums, self.ranks.size))
         if correction is None:
             self.gradients.drop(optimizer)
             return False
         self.gradients.normalize(optimizer, correction)
         return True
 
-    def report(self, optimizer_idx: int, grad_norm: Tensor | None = None) -> EffectiveStep:
+    def report(self, window: Accumulator, grad_norm: Tensor | None = None) -> EffectiveStep:
         """Return what the window reports after its step."""
-        accumulator = self.progress.accumulator(optimizer_idx)
         return EffectiveStep(
             index=self.progress.effective_step,
-            loss=accumulator.mean_loss,
-            weight=accumulator.totals.weight,
-            micro_batches=accumulator.micro_batches,
+            loss=window.mean_loss,
+            weight=window.totals.weight,
+            micro_batches=window.micro_batches,
             grad_norm=grad_norm,
-            skipped=not accumulator.has_moved,
-            optimizer_idx=optimizer_idx,
+            skipped=not window.has_moved,
+            optimizer_idx=window.index,
         )
 
     def close(self, *, at: int | None) -> None:
@@ -133,29 +127,33 @@ class Engine:
             at: micro-batches of the epoch begun so far; None if it closes between two micro-batches.
         """
         self.progress.close()
+        if at is not None:
+            self.progress.closed_batch = self.batch
         self.flags.write_closed(self.trainer, at)
 
     # Windows that are not counted
 
     def drop(self) -> None:
         """Forget the open window and its gradients; it is not counted."""
-        for optimizer in self.optimizers:
+        for optimizer in self.trainer.optimizers:
             self.gradients.drop(optimizer)
         self.progress.drop()
 
-    def drop_if_failed(self, optimizer_idx: int) -> None:
-        """Drop what a window holds if its last backward has failed: incomplete gradients look like complete ones."""
-        accumulator = self.progress.accumulator(optimizer_idx)
-        if accumulator.phase is Phase.BACKWARD:
-            advice.warn_failed_backward(accumulator.micro_batches)
-            self.gradients.drop(self.optimizers[optimizer_idx])
-            accumulator.drop()
+    def drop_if_failed(self, window: Accumulator) -> None:
+        """Drop what a window holds if its last backward has failed."""
+        if window.phase is Phase.BACKWARD:
+            self._drop_failed(window)
+
+    def _drop_failed(self, window: Accumulator) -> None:
+        """Begin the window again: incomplete gradients cannot be told from complete ones."""
+        advice.warn_failed_backward(window.micro_batches)
+        self.gradients.drop(self.trainer.optimizers[window.index])
+        window.drop()
 
 
 class Door:
     """One kind of optimization during a fit, chosen once in ``setup``; the scheduler's hooks call it in this order."""
 
-    @property
     def extends_overdue(self) -> bool:
         """Whether a window whose last place the loader left empty goes on with the next micro-batch."""
         return False

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_accum.gradients.buffers import parameters
+from lightning_accum.seams import hooks
 from lightning_accum.window.progress import Progress
 from lightning_accum.window.state import Phase
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 class HandStepGuard:
@@ -49,31 +54,24 @@ class HandStepGuard:
             )
 
 
-class FirstBackwardGuard:
-    """Refuses an optimizer that steps in a hook of the backward: it cannot accumulate. It looks at one backward.
-
-    Args:
-        optimizers: whose parameters must not change during it.
+def check_first_backward(trainer: Trainer) -> None:
+    """Refuse, at the fit's first backward, an optimizer that steps in one of its hooks: it cannot accumulate.
 
     References:
         https://github.com/pytorch/tutorials/pull/2568
     """
+    backward = trainer.strategy.backward
+    watched = [parameter for optimizer in trainer.optimizers for parameter in parameters(optimizer)]
 
-    def __init__(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        self._watched = [parameter for optimizer in optimizers for parameter in parameters(optimizer)]
-        self._versions: list[int] = []
-
-    def before(self) -> None:
-        """Note how often each parameter was changed in place."""
-        # Fact: torch counts it in `_version`.
-        self._versions = [parameter._version for parameter in self._watched]
-
-    def after(self) -> None:
-        """Raise if any has changed since."""
-        watched, versions = self._watched, self._versions
-        self._watched, self._versions = [], []
-        if versions != [parameter._version for parameter in watched]:
+    def check_around(*args: Any, **kwargs: Any) -> Any:
+        # Fact: torch counts in `_version` how often a tensor was changed in place.
+        before = [parameter._version for parameter in watched]
+        result = backward(*args, **kwargs)
+        if before != [parameter._version for parameter in watched]:
             raise MisconfigurationException(
                 "Parameters changed during a backward: an optimizer steps in a hook (optimizer-in-backward), once for"
                 " every micro-batch. Step it once per window instead, or use the accumulation factor 1."
             )
+        return result
+
+    hooks.shadow_once(trainer.strategy, "backward", check_around)

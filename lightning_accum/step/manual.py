@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum import effective_step
-from lightning_accum.checks import advice, arguments
+from lightning_accum.checks import advice, arguments, refusals
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, any_gradient, trainable, weighs_nothing
-from lightning_accum.gradients.precision import real_divisor
+from lightning_accum.gradients.precision import LOW_PRECISION, real_divisor
 from lightning_accum.seams import loop
 from lightning_accum.step.engine import Engine
 from lightning_accum.step.lr_schedulers import LRSchedulers
 from lightning_accum.step.optimizer_step import OptimizerStep
-from lightning_accum.window.state import Contribution, Phase
+from lightning_accum.window.state import Accumulator, Contribution, Phase
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -37,6 +37,16 @@ class MicroBatch(NamedTuple):
     batch: Any
     closes: bool
     learns: bool
+
+
+class Piece(NamedTuple):
+    """Which part of a loader batch a contribution is; as `Contribution` takes it."""
+
+    pieces: int = 1
+    opens_batch: bool = True
+
+
+WHOLE = Piece()
 
 
 class ManualStep:
@@ -63,74 +73,67 @@ class ManualStep:
         learns, before = not loop.skips_backward(self.trainer), self.ranks.backwards
         closes = learns and loop.closes_window(self.trainer)
         self.micro_batch = MicroBatch(args[0] if args else None, closes, learns)
-        self._epoch_begun = self.trainer.current_epoch
+        self.engine.batch, self._epoch_begun = loop.all_batches(self.trainer), self.trainer.current_epoch
         try:
             output = training_step(*args, **kwargs)
-            self.ranks.join_backward(before)
+            if not self._is_alone:
+                self.ranks.join_backward(before)
             if closes:
-                if output is not None and not self.calls:
-                    advice.warn_of_lost_losses()
-                    self.calls += 1  # warned once
+                self._warn_if_never_called(output)
                 self.close_window(at=loop.ready_batches(self.trainer))
             self.complete_epoch()
         finally:
             self.micro_batch = None
         return output
 
-    def open_window(self, call: str, optimizer: Optimizer | LightningOptimizer | None) -> int:
-        """Return the position of the optimizer whose window a call is for; ``call`` is how the user's own begins."""
-        self.calls += 1
-        i = arguments.optimizer_position(optimizer, self.trainer.optimizers, call)
-        if self.engine.progress.accumulator(i).phase is Phase.STEPPED:
-            raise RuntimeError(
-                f"`{call.split('(')[0]}` was called again for an optimizer that has already stepped in this"
-                " `training_step`. Give `more=True` to every call of `accumulate` but the last."
-            )
-        return i
-
     def accumulate(
-        self, i: int, loss: Tensor | None, weight: float | Tensor | None, *, more: bool
+        self,
+        loss: Tensor | None,
+        weight: float | Tensor | None,
+        optimizer: Optimizer | LightningOptimizer | None,
+        *,
+        more: bool,
     ) -> EffectiveStep | None:
-        """Add one contribution to optimizer ``i``'s window; step if it is the last one."""
-        last = self.closes and not more
-        if loss is not None and self.learns:
+        """Add one contribution to an optimizer's window; step if it is the last one."""
+        window, micro_batch = self.open_window("accumulate(loss", optimizer)
+        last = micro_batch.closes and not more
+        if loss is not None and micro_batch.learns:
             arguments.check_loss(loss)
-            self.contribute(i, loss, weight, last=last)
-        return self.step(i) if last else None
+            weight = self._weigh(loss.device) if weight is None else arguments.as_weight(weight, loss.device)
+            self.contribute(window, loss, weight, last=last)
+        return self.step(window) if last else None
 
     def contribute(
-        self, i: int, loss: Tensor, weight: float | Tensor | None, *, last: bool, piece: tuple[int, bool] = (1, True)
+        self, window: Accumulator, loss: Tensor, weight: Weight, *, last: bool, piece: Piece = WHOLE
     ) -> None:
         """Scale the loss to its part of the window, and run its backward; the window's last one is synced."""
-        engine, (pieces, opens_batch) = self.engine, piece
-        self._refuse_foreign_gradients(i)
-        weight = self._weigh(loss.device) if weight is None else arguments.as_weight(weight, loss.device)
-        # 1. Losses are divided before the backward so that fp16 stays in range; the last backward alone is synced.
-        contribution = Contribution(weight, loss.detach(), pieces, opens_batch)
-        scale = engine.begin_backward(i, contribution, self._length(loss.dtype, pieces))
         counts = not weighs_nothing(weight)
+        contribution = Contribution(weight, loss.detach() if counts else None, *piece)
+        self._refuse_foreign_gradients(window)
+        # 1. Losses are divided before the backward so that fp16 stays in range; the last backward alone is synced.
+        scale = self.engine.begin_backward(window, contribution, self._length(loss.dtype, piece.pieces))
         if counts:
             scaled = loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale)
             with self.ranks.backward(loss.device, last=last):
-                self.module.manual_backward(scaled, **self._only(i))
-        engine.end_backward(i, synced=counts and last)  # only now does it count
+                self.module.manual_backward(scaled, **self._only(window))
+        self.engine.end_backward(window, synced=counts and last)  # only now does it count
 
-    def step(self, i: int) -> EffectiveStep | None:
-        """Take optimizer ``i``'s step with the window's weighted mean gradient."""
-        engine, optimizer = self.engine, self._optimizers[i]
-        self._make_complete(i)
+    def step(self, window: Accumulator) -> EffectiveStep | None:
+        """Take an optimizer's step with the window's weighted mean gradient."""
+        optimizer = self._optimizers[window.index]
+        self._complete(window)
         # 2. One all-reduce of the sums; with a total weight of 0 there is nothing to step with.
-        if not engine.begin_step(i, self.ranks.window_totals):
+        if not self.engine.begin_step(window, self.ranks.window_totals):
             return None
         # 3. Unscale, the hooks before the step, the clip, the update; 4. windows open for other optimizers.
         moved = self.optimizer_step.take(optimizer, in_training_step=self.micro_batch is not None)
         # 5. Counters come before the LR schedulers, which advance with the steps really taken.
         optimizer.optimizer.zero_grad()
-        engine.progress.accumulator(i).end_step(moved=moved)
+        window.end_step(moved=moved)
         if moved:
-            steps = engine.progress.history(i).steps
+            steps = window.history.steps
             self.lr_schedulers.after_optimizer_step(self.trainer, self.module, optimizer.optimizer, steps)
-        step = engine.report(i, self.optimizer_step.grad_norm)
+        step = self.engine.report(window, self.optimizer_step.grad_norm)
         effective_step.notify(self.trainer, self.module, step)
         return step
 
@@ -142,8 +145,8 @@ class ManualStep:
         """
         progress = self.engine.progress
         for i in range(len(self.trainer.optimizers)):
-            if progress.accumulator(i).phase is not Phase.STEPPED:
-                self.step(i)
+            if (window := progress.accumulator(i)).phase is not Phase.STEPPED:
+                self.step(window)
         self.engine.close(at=at)
 
     def complete_epoch(self) -> None:
@@ -157,20 +160,20 @@ class ManualStep:
 
     # Before a contribution
 
-    @property
-    def closes(self) -> bool:
-        """Whether the running ``training_step`` is the window's last one."""
-        return self.micro_batch is not None and self.micro_batch.closes
-
-    @property
-    def learns(self) -> bool:
-        """Whether its losses are for learning."""
-        return self.micro_batch is not None and self.micro_batch.learns
-
-    @property
-    def _optimizers(self) -> list[LightningOptimizer]:
-        optimizers = self.module.optimizers()
-        return optimizers if isinstance(optimizers, list) else [optimizers]
+    def open_window(
+        self, call: str, optimizer: Optimizer | LightningOptimizer | None
+    ) -> tuple[Accumulator, MicroBatch]:
+        """Return the window and the micro-batch that a call is for; ``call`` is how the user's own begins."""
+        if self.micro_batch is None:
+            raise refusals.outside_training_step(call)
+        self.calls += 1
+        optimizers = self.trainer.optimizers
+        is_only_one = optimizer is None and len(optimizers) == 1
+        index = 0 if is_only_one else arguments.optimizer_position(optimizer, optimizers, call)
+        window = self.engine.progress.accumulator(index)
+        if window.phase is Phase.STEPPED:
+            raise refusals.has_stepped(call)
+        return window, self.micro_batch
 
     @property
     def _is_alone(self) -> bool:
@@ -184,33 +187,47 @@ class ManualStep:
         if self.engine.gradients.in_float32:  # a sum in float32 stays in range
             return 1 / pieces
         divisor = int(self.trainer.accumulate_grad_batches) * pieces
-        return (real_divisor(divisor, dtype) if self._is_alone else divisor) / pieces
+        if dtype in LOW_PRECISION and self._is_alone:
+            return real_divisor(divisor, dtype) / pieces
+        return divisor / pieces
 
-    def _only(self, i: int) -> dict[str, Any]:
+    def _only(self, window: Accumulator) -> dict[str, Any]:
         """Keep a loss that runs through another optimizer's parameters out of that one's window.
 
         DDP waits for all parameters of the graph; there `toggle_model` keeps them apart.
         """
-        several = len(self.trainer.optimizers) > 1
-        return {"inputs": list(trainable(self.trainer.optimizers[i]))} if self._is_alone and several else {}
+        optimizers = self.trainer.optimizers
+        if len(optimizers) == 1 or not self._is_alone:
+            return {}
+        return {"inputs": list(trainable(optimizers[window.index]))}
 
-    def _refuse_foreign_gradients(self, i: int) -> None:
-        several = len(self.trainer.optimizers) > 1
-        if self.engine.progress.accumulator(i).phase is Phase.EMPTY and (self._is_alone or several):
-            arguments.check_no_gradients(self.trainer.optimizers[i])
+    def _refuse_foreign_gradients(self, window: Accumulator) -> None:
+        optimizers = self.trainer.optimizers
+        if window.phase is Phase.EMPTY and (self._is_alone or len(optimizers) > 1):
+            arguments.check_no_gradients(optimizers[window.index])
 
     # Before a step
 
-    def _make_complete(self, i: int) -> None:
+    @property
+    def _optimizers(self) -> list[LightningOptimizer]:
+        optimizers = self.module.optimizers()
+        return optimizers if isinstance(optimizers, list) else [optimizers]
+
+    def _complete(self, window: Accumulator) -> None:
         """Check the window's gradients, and take part in the other ranks' sync if this rank has not yet."""
-        optimizer, accumulator = self.trainer.optimizers[i], self.engine.progress.accumulator(i)
-        self.engine.drop_if_failed(i)
-        if accumulator.has_gradients:
-            arguments.check_not_zeroed(optimizer)
-        elif accumulator.phase is Phase.EMPTY and self._is_alone:
+        optimizers = self.trainer.optimizers
+        optimizer = optimizers[window.index]
+        self.engine.drop_if_failed(window)
+        if window.has_gradients and not any_gradient(optimizer):
+            raise arguments.gradients_are_gone()
+        if window.phase is Phase.EMPTY and self._is_alone:
             arguments.check_no_gradients(optimizer)
-        if not self._is_alone and not accumulator.has_synced:
-            accumulator.begin_backward(None, int(self.trainer.accumulate_grad_batches))
-            several = len(self.trainer.optimizers) > 1
-            self.ranks.zero_backward(trainable(optimizer) if several else self.module.parameters())
-            accumulator.end_backward(has_gradients=any_gradient(optimizer), has_synced=True)
+        if not self._is_alone and not window.has_synced:
+            window.begin_backward(None, int(self.trainer.accumulate_grad_batches))
+            self.ranks.zero_backward(trainable(optimizer) if len(optimizers) > 1 else self.module.parameters())
+            window.end_backward(has_gradients=any_gradient(optimizer), has_synced=True)
+
+    def _warn_if_never_called(self, output: Any) -> None:
+        if output is not None and not self.calls:
+            advice.warn_of_lost_losses()
+            self.calls += 1  # warned once

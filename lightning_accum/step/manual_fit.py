@@ -8,7 +8,6 @@ from typing_extensions import override
 
 from lightning_accum.checks import advice
 from lightning_accum.seams import hooks, logs, loop
-from lightning_accum.seams.window_length import current_window
 from lightning_accum.step.engine import Door, Engine
 from lightning_accum.step.guards import HandStepGuard
 from lightning_accum.step.lr_schedulers import LRSchedulers
@@ -58,7 +57,6 @@ class ManualDoor(Door):
             hooks.shadow(module, "training_step", lambda *args, **kwargs: step.run(own_step, *args, **kwargs))
         module._accumulation = ModuleState(engine.progress, step)  # type: ignore[assignment]
 
-    @property
     @override
     def extends_overdue(self) -> bool:
         return True
@@ -69,7 +67,7 @@ class ManualDoor(Door):
 
     @override
     def end_batch(self) -> None:
-        if current_window(self._trainer).closed_at == loop.ready_batches(self._trainer):
+        if self._engine.progress.closed_batch == self._engine.batch:
             self._lr_schedulers.after_batch(self._trainer, self._module, validates=loop.validates_now(self._trainer))
             self._engine.ranks.broadcast_buffers_again()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_accum.schedule.epoch import epoch_of, samples
@@ -105,7 +106,7 @@ class WindowPlacement:
             self._progress.window.length = None
         self._correct_logger_step(trainer, at_least=1)  # the epoch's own metrics are logged one before
 
-    def begin_batch(self, trainer: Trainer, batch_idx: int, *, extends_overdue: bool) -> bool:
+    def begin_batch(self, trainer: Trainer, batch_idx: int, *, extends_overdue: Callable[[], bool]) -> bool:
         """Place the micro-batch in its window; whether that is another window than the last micro-batch's.
 
         Args:
@@ -116,7 +117,7 @@ class WindowPlacement:
         """
         length = self._progress.window.length
         moves_on = length is None or batch_idx >= length.end
-        if length is not None and moves_on and extends_overdue:
+        if length is not None and moves_on and extends_overdue():
             self._open(trainer, batch_idx + 1 - length.opened_at, length.opened_at, length.factor)
         elif moves_on:
             self._open_next(trainer, batch_idx)

@@ -26,6 +26,7 @@ class Progress:
         histories: by the optimizer's position.
         window: the open window.
         last_batch: the last micro-batch whose contribution is in a window, counted over the whole training from 1.
+        closed_batch: the last micro-batch that has closed a window, counted in the same way.
         sees_all_weights: as `Accumulator` takes it.
     """
 
@@ -35,6 +36,7 @@ class Progress:
     histories: dict[int, History] = field(default_factory=dict)
     window: Window = field(default_factory=Window)
     last_batch: int = 0
+    closed_batch: int = 0
     sees_all_weights: bool = True
 
     def accumulator(self, optimizer_idx: int) -> Accumulator:
@@ -42,7 +44,7 @@ class Progress:
         accumulators = self.window.accumulators
         if optimizer_idx not in accumulators:
             accumulators[optimizer_idx] = Accumulator(
-                self.history(optimizer_idx), sees_all_weights=self.sees_all_weights
+                self.history(optimizer_idx), optimizer_idx, sees_all_weights=self.sees_all_weights
             )
         return accumulators[optimizer_idx]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_accum.gradients.buffers import Weight, weighs_nothing
+from lightning_accum.gradients.buffers import Weight
 from lightning_accum.seams.window_length import WindowLength
 
 
@@ -28,7 +29,7 @@ class Contribution(NamedTuple):
 
     Args:
         weight: items that the loss is a mean over.
-        loss: the mean, scalar ``()``, detached; None if losses are not summed.
+        loss: the mean, scalar ``()``, detached; None if losses are not summed, or this one weighs nothing.
         pieces: equal pieces that its loader batch is split into.
         opens_batch: whether it is the first of these pieces; the pieces of one batch count once.
     """
@@ -80,6 +81,7 @@ class Accumulator:
 
     Args:
         history: what is kept from the windows before.
+        index: position of the optimizer in ``configure_optimizers``.
         sees_all_weights: whether this process knows every weight of the window. Otherwise the mean weight of the first
             window is taken as 1, since it must be the same on all ranks.
 
@@ -102,6 +104,7 @@ class Accumulator:
         "has_moved",
         "has_synced",
         "history",
+        "index",
         "length",
         "loss",
         "micro_batches",
@@ -111,8 +114,9 @@ class Accumulator:
         "weight",
     )
 
-    def __init__(self, history: History, *, sees_all_weights: bool = True) -> None:
+    def __init__(self, history: History, index: int = 0, *, sees_all_weights: bool = True) -> None:
         self.history = history
+        self.index = index
         self.sees_all_weights = sees_all_weights
         self.drop()
 
@@ -129,6 +133,18 @@ class Accumulator:
         self.has_synced = False  # the last backward was synced over the ranks
         self.has_moved = False  # the step has changed the weights
         self._announced: Contribution | None = None
+
+    def remember(self) -> Callable[[], None]:
+        """Keep what contributions change; what is returned puts it back."""
+        kept = {name: getattr(self, name) for name in self.__slots__}
+        mean_weight = self.history.mean_weight
+
+        def put_back() -> None:
+            for name, value in kept.items():
+                setattr(self, name, value)
+            self.history.mean_weight = mean_weight
+
+        return put_back
 
     def restore(
         self, *, length: float, micro_batches: int, batches: int, weight: Weight, loss: Weight, has_gradients: bool
@@ -172,7 +188,7 @@ class Accumulator:
         self.micro_batches += 1
         self.batches += added.opens_batch
         self.weight = self.weight + added.weight
-        if added.loss is not None and not weighs_nothing(added.weight):
+        if added.loss is not None:
             self.loss = _plus(self.loss, added.loss, added.weight)
 
     def begin_step(self, totals: Totals) -> Weight | None:

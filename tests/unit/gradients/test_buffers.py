@@ -165,11 +165,11 @@ def test_without_sums_in_float32_gradients_are_held_as_they_are() -> None:
 def test_a_backward_of_weight_0_adds_nothing_whatever_it_is(kind: Any) -> None:
     (parameter,), window = make_parameters([[1.0, 2.0]]), WindowGradients(in_float32=False)
     for weight, gradient in ((0.0, float("nan")), (2.0, 10.0), (0.0, 5.0), (1.0, 100.0)):
-        window.mask([parameter], kind(weight))
+        window.mask(torch.optim.SGD([parameter], lr=1.0), kind(weight))
         (parameter * gradient).sum().backward()
         window.unmask()
     assert parameter.grad.tolist() == [111.0, 112.0]
-    window.mask([parameter], kind(0.0))
+    window.mask(torch.optim.SGD([parameter], lr=1.0), kind(0.0))
     window.release()
     parameter.sum().backward()
     assert parameter.grad.tolist() == [112.0, 113.0]
@@ -177,7 +177,7 @@ def test_a_backward_of_weight_0_adds_nothing_whatever_it_is(kind: Any) -> None:
 
 def test_a_backward_that_nobody_has_weighed_is_let_through() -> None:
     (parameter,), window = make_parameters([[1.0]]), WindowGradients(in_float32=False)
-    window.mask([parameter], 0.0)
+    window.mask(torch.optim.SGD([parameter], lr=1.0), 0.0)
     window.unmask()
     (parameter * 10).sum().backward()
     assert parameter.grad.tolist() == [11.0]
@@ -185,9 +185,9 @@ def test_a_backward_that_nobody_has_weighed_is_let_through() -> None:
 
 def test_a_number_above_0_costs_no_hook() -> None:
     (parameter,), window = make_parameters([[1.0]]), WindowGradients(in_float32=False)
-    window.mask([parameter], 2.0)
+    window.mask(torch.optim.SGD([parameter], lr=1.0), 2.0)
     assert not parameter._backward_hooks
-    window.mask([parameter], 0.0)
+    window.mask(torch.optim.SGD([parameter], lr=1.0), 0.0)
     assert len(parameter._backward_hooks) == 1
     window.release()
     assert not parameter._backward_hooks

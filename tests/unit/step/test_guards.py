@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from lightning_accum.step.guards import FirstBackwardGuard, HandStepGuard
+from lightning_accum.step.guards import HandStepGuard, check_first_backward
 from lightning_accum.window.progress import Progress
 from lightning_accum.window.state import Contribution, Totals
 
@@ -73,17 +76,23 @@ def test_a_step_that_torch_takes_for_the_state_in_a_sharded_checkpoint_is_let_th
 def test_a_parameter_that_changes_during_the_first_backward_is_refused_and_later_ones_are_not_watched(
     changes: bool,
 ) -> None:
-    _, _, (first, second) = watched()
-    (parameter,) = first.param_groups[0]["params"]
-    guard = FirstBackwardGuard([first, second])
-    guard.before()
+    parameter = nn.Parameter(torch.zeros(1))
+    ran: list[Any] = []
+
+    def backward(*args: Any) -> None:
+        ran.append(args)
+        if changes or len(ran) > 1:
+            with torch.no_grad():
+                parameter.add_(1.0)
+
+    strategy: Any = SimpleNamespace(backward=backward)
+    trainer: Any = SimpleNamespace(strategy=strategy, optimizers=[torch.optim.SGD([parameter])])
+    check_first_backward(trainer)
     if changes:
-        with torch.no_grad():
-            parameter.add_(1.0)
         with pytest.raises(MisconfigurationException, match="optimizer-in-backward"):
-            guard.after()
-    guard.after()
-    guard.before()
-    with torch.no_grad():
-        parameter.add_(1.0)
-    guard.after()
+            strategy.backward("loss", None)
+    else:
+        strategy.backward("loss", None)
+    assert strategy.backward is backward
+    strategy.backward("another", None)
+    assert ran == [("loss", None), ("another", None)]
