@@ -6,10 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -18,10 +14,19 @@ from lightning_accum.checks import refusals
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.scheduler import AccumulationScheduler
 from lightning_accum.seams import hooks, loop
+from lightning_accum.seams.roots import (
+    CALLBACKS,
+    LIGHTNING_MODULES,
+    Callback,
+    LightningModule,
+    MisconfigurationException,
+)
 from lightning_accum.split import retry
 from lightning_accum.step.manual_fit import ModuleState
 
 if TYPE_CHECKING:
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
     _Module = LightningModule
 else:
     _Module = object
@@ -77,7 +82,7 @@ class AccumulationMixin(_Module):
         """Check the order of the bases, and wrap the two hooks that must work without a ``super()`` call."""
         super().__init_subclass__(**kwargs)
         bases = cls.__mro__
-        if LightningModule in bases and bases.index(LightningModule) < bases.index(AccumulationMixin):
+        if any(bases.index(base) < bases.index(AccumulationMixin) for base in LIGHTNING_MODULES if base in bases):
             raise TypeError(
                 f"class {cls.__name__}: AccumulationMixin comes after LightningModule among the bases, whose hooks"
                 f" would hide its own. Write `class {cls.__name__}(AccumulationMixin, LightningModule)`."
@@ -219,11 +224,11 @@ def _run_training_step(module: AccumulationMixin, training_step: Callable[..., A
 def _run_configure_callbacks(module: AccumulationMixin, configure_callbacks: Callable[[], Any]) -> list[Callback]:
     """Attach a scheduler for the Trainer's factor, if there is none, and let the validator pass the flags."""
     configured, trainer = configure_callbacks(), module.trainer
-    callbacks = [configured] if isinstance(configured, Callback) else list(configured or [])
+    callbacks = [configured] if isinstance(configured, CALLBACKS) else list(configured or [])
     present = [c for c in loop.callbacks(trainer) if not (isinstance(c, AccumulationScheduler) and c.is_attached)]
     loop.set_callbacks(trainer, present)  # without what a fit that failed has left
     scheduler = next((c for c in (*callbacks, *present) if isinstance(c, AccumulationScheduler)), None)
-    fitting = trainer.state.fn == TrainerFn.FITTING
+    fitting = trainer.state.fn == "fit"
     if scheduler is None:
         refusals.refuse_schedule_as_flag(trainer)
         # Also for validation and test: a checkpoint of the fit has its state, and Lightning would miss it.

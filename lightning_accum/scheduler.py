@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -19,6 +16,7 @@ from lightning_accum.schedule import resolve
 from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown, requested
 from lightning_accum.seams import hooks, loop
 from lightning_accum.seams.flags import TrainerFlags
+from lightning_accum.seams.roots import SIGTERM_EXCEPTIONS, Callback, rank_zero_info
 from lightning_accum.step.automatic import AutomaticDoor
 from lightning_accum.step.engine import Door, Engine, Options
 from lightning_accum.step.guards import check_first_backward
@@ -224,7 +222,7 @@ class AccumulationScheduler(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # The open window is kept, and an attached scheduler stays: OnExceptionCheckpoint saves after this hook.
         self._release(trainer, pl_module)
-        self._has_failed = not isinstance(exception, SIGTERMException)  # that stops all ranks at the same place
+        self._has_failed = not isinstance(exception, SIGTERM_EXCEPTIONS)  # that stops all ranks at the same place
 
     def _release(self, trainer: Trainer, module: LightningModule) -> None:
         self._flags.give_back(trainer)

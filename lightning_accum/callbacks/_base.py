@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning.pytorch import Callback
 from typing_extensions import override
 
 from lightning_accum.schedule import resolve
+from lightning_accum.seams.roots import Callback
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -16,6 +15,7 @@ from lightning_accum.schedule import resolve
 from lightning_accum.schedule.epoch import samples
 from lightning_accum.schedule.plan import AccumulationPlan
 from lightning_accum.seams import logs, loop
+from lightning_accum.seams.roots import rank_zero_info, rank_zero_only
 from lightning_accum.seams.window_length import current_window
 
 if TYPE_CHECKING:

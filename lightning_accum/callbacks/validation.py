@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_accum.callbacks._base import AccumulationCallback
 from lightning_accum.seams import loop
+from lightning_accum.seams.roots import MisconfigurationException
 from lightning_accum.seams.window_length import current_window
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -15,6 +14,7 @@ from lightning_accum.schedule.epoch import micro_batch_size, samples
 from lightning_accum.schedule.factors import PartialWindow, Schedule
 from lightning_accum.schedule.validate import join_first
 from lightning_accum.seams import loop
+from lightning_accum.seams.roots import rank_zero_info, rank_zero_warn
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

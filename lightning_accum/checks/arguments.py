@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from numbers import Real
+from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum.gradients.buffers import any_gradient
 from lightning_accum.schedule.validate import positive_int
+from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS
+
+if TYPE_CHECKING:
+    from lightning.pytorch.core.optimizer import LightningOptimizer
 
 
 def optimizer_position(optimizer: Optimizer | LightningOptimizer | None, optimizers: list[Optimizer], call: str) -> int:
@@ -32,7 +36,7 @@ def optimizer_position(optimizer: Optimizer | LightningOptimizer | None, optimiz
             f"`{call})`: the module has {len(optimizers)} optimizers. Pass the one that the loss is for:"
             f" `{call}, optimizer=self.optimizers()[0])`."
         )
-    unwrapped = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    unwrapped = optimizer.optimizer if isinstance(optimizer, LIGHTNING_OPTIMIZERS) else optimizer
     for position, candidate in enumerate(optimizers):
         if candidate is unwrapped:
             return position

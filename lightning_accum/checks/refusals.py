@@ -5,13 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
 from lightning_accum.gradients.distributed import ranks_agree
 from lightning_accum.schedule.factors import Schedule
 from lightning_accum.schedule.resolve import is_scheduler
 from lightning_accum.seams import loop
+from lightning_accum.seams.roots import FACTOR_SCHEDULERS, MisconfigurationException
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -40,7 +38,7 @@ def refuse_second_scheduler(trainer: Trainer) -> None:
     """Raise if another callback also sets the accumulation factor."""
     # Lightning's own writes the same flag at every epoch's start, over the window that ours has written.
     callbacks = loop.callbacks(trainer)
-    names = [type(c).__name__ for c in callbacks if is_scheduler(c) or isinstance(c, GradientAccumulationScheduler)]
+    names = [type(c).__name__ for c in callbacks if is_scheduler(c) or isinstance(c, FACTOR_SCHEDULERS)]
     if len(names) > 1:
         raise MisconfigurationException(
             f"Several callbacks schedule the accumulation factor: {', '.join(names)}. Keep one `AccumulationScheduler`;"

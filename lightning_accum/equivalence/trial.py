@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -16,6 +15,7 @@ from lightning_accum.checks.arguments import as_weight, check_loss
 from lightning_accum.equivalence.observe import Watch, epsilon, untouched
 from lightning_accum.gradients.buffers import weighs_nothing
 from lightning_accum.seams import hooks
+from lightning_accum.seams.roots import LIGHTNING_MODULES
 from lightning_accum.split.slicing import map_parts, pieces
 
 LossFn = Callable[[Any, Any], Any]
@@ -121,7 +121,7 @@ class Trial:
         watch = Watch(self._modules, fixed, max((p.dtype for p in self.parameters.values()), key=epsilon))
         with untouched(self.model), torch.enable_grad():
             self._switch_off(without)
-            if isinstance(self.model, LightningModule):
+            if isinstance(self.model, LIGHTNING_MODULES):
                 for log in ("log", "log_dict"):  # need a Trainer
                     hooks.shadow(self.model, log, lambda *args, **kwargs: None)
             if other_draws:

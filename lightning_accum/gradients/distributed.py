@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_accum.gradients.buffers import Weight
 from lightning_accum.gradients.precision import without_autocast
 from lightning_accum.seams import hooks, loop
+from lightning_accum.seams.roots import MisconfigurationException
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
 from lightning_accum.schedule.validate import SHOWN, join_first, one_of, positive_int
+from lightning_accum.seams.roots import MisconfigurationException
 
 Interval = Literal["epoch", "step", "sample"]
 PartialWindow = Literal["average", "drop", "carry"]

@@ -7,13 +7,12 @@ from dataclasses import replace
 from math import ceil, inf
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
 from lightning_accum.schedule.epoch import Epoch, epoch_of, micro_batch_size
 from lightning_accum.schedule.factors import PartialWindow, Schedule, factor_for
 from lightning_accum.schedule.plan import AccumulationPlan, plan_for
 from lightning_accum.schedule.validate import join_first, positive_int
 from lightning_accum.seams import loop
+from lightning_accum.seams.roots import MisconfigurationException
 from lightning_accum.seams.window_length import current_window
 
 if TYPE_CHECKING:

@@ -12,16 +12,19 @@ from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.core.optimizer import _configure_optimizers, _configure_schedulers_automatic_opt
-from lightning.pytorch.utilities.types import LRSchedulerConfig
-
+from lightning_accum.seams.roots import (
+    EARLY_STOPPINGS,
+    collect_rng_states,
+    configure_optimizers,
+    configure_schedulers,
+    set_rng_states,
+)
 from lightning_accum.seams.window_length import WindowLength
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 
 def callbacks(trainer: Trainer) -> list[Callback]:
@@ -142,8 +145,8 @@ def remember_rng() -> Callable[[], None]:
 
     Fact: `isolate_rng`, Lightning's public way, puts them back in any case.
     """
-    states = _collect_rng_states()
-    return lambda: _set_rng_states(states)
+    states = collect_rng_states()
+    return lambda: set_rng_states(states)
 
 
 @contextmanager
@@ -178,7 +181,7 @@ def check_after_validation(callback: Callback) -> None:
 
     Fact: in its ``setup`` it decides for the epoch's end if the Trainer's validation flags are the defaults.
     """
-    if isinstance(callback, EarlyStopping):
+    if isinstance(callback, EARLY_STOPPINGS):
         callback._check_on_train_epoch_end = False
 
 
@@ -203,10 +206,10 @@ def parse_optimizers(configured: Any) -> tuple[list[Any], list[LRSchedulerConfig
     Fact: in manual optimization Lightning drops ``monitor``, ``strict`` and ``reduce_on_plateau``, and warns that the
     user must step the schedulers by hand. Its parser writes into the user's dict, which may be a shared one.
     """
-    optimizers, schedulers, monitor = _configure_optimizers(configured)
+    optimizers, schedulers, monitor = configure_optimizers(configured)
     outer = {} if monitor is None else {"monitor": monitor}
     own = [{**outer, **scheduler} if isinstance(scheduler, dict) else scheduler for scheduler in schedulers]
-    return optimizers, _configure_schedulers_automatic_opt(own, monitor)
+    return optimizers, configure_schedulers(own, monitor)
 
 
 def without_monitor(config: LRSchedulerConfig) -> dict[str, Any]:

@@ -8,9 +8,6 @@ from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,12 +15,14 @@ from lightning_accum.checks.arguments import as_weight, check_loss, check_split
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, trainable
 from lightning_accum.seams import logs, loop
+from lightning_accum.seams.roots import garbage_collection_cuda, is_oom_error, rank_zero_info
 from lightning_accum.split.slicing import Slicer, batch_size, equal_sizes, pieces
 from lightning_accum.step.manual import ManualStep, Piece
 from lightning_accum.window.state import Accumulator
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.core.optimizer import LightningOptimizer
 
 OutOfMemoryError = torch.cuda.OutOfMemoryError  # the name of `torch.OutOfMemoryError` that every torch has
 

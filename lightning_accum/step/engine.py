@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -21,6 +20,7 @@ from lightning_accum.gradients.buffers import Weight, WindowGradients, any_gradi
 from lightning_accum.gradients.distributed import Ranks
 from lightning_accum.schedule.factors import PartialWindow
 from lightning_accum.seams.flags import TrainerFlags
+from lightning_accum.seams.roots import rank_zero_warn
 from lightning_accum.window.progress import Progress
 from lightning_accum.window.state import Accumulator, Contribution, Phase, Totals
 

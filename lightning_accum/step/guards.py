@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_accum.gradients.buffers import parameters
 from lightning_accum.seams import hooks
+from lightning_accum.seams.roots import MisconfigurationException
 from lightning_accum.window.progress import Progress
 from lightning_accum.window.state import Phase
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 from lightning_accum.seams import logs, loop
+from lightning_accum.seams.roots import MisconfigurationException, rank_zero_warn
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,6 +22,7 @@ from lightning_accum.window.state import Accumulator, Contribution, Phase
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
+    from lightning.pytorch.core.optimizer import LightningOptimizer
 
 
 class MicroBatch(NamedTuple):

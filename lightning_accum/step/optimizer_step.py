@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,6 +17,7 @@ from lightning_accum.window.state import Phase
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
+    from lightning.pytorch.core.optimizer import LightningOptimizer
 
 
 class OptimizerStep:
