@@ -6,7 +6,7 @@ Run it with the package of that release on the path, to write them again (and wi
     PYTHONPATH=/tmp/release python tests/fits/checkpoints/make.py tests/fits/checkpoints/0.1.0
 
 A checkpoint's name says what was trained and after how many of the two epochs' 14 micro-batches it was made: after 5 a
-window is open that holds 2 micro-batches of 3; after 6 none is. An epoch's first window has weight 0 and counts as skipped.
+window is open that holds 2 micro-batches of 3; after 6 none is. The first window of an epoch weighs 0: it is skipped.
 """
 
 from __future__ import annotations
