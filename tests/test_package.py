@@ -1,8 +1,7 @@
-"""The package as a whole: its public names, its version, what importing it does, and how its rooms import."""
+"""The package as a whole: its public names, its version, and what importing it does."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import logging
@@ -10,7 +9,6 @@ import re
 import sys
 import warnings
 from fnmatch import fnmatch
-from graphlib import TopologicalSorter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -99,33 +97,3 @@ def import_again(_: int) -> None:
     before = state()
     assert importlib.import_module("lightning_accum") is not lightning_accum
     assert state() == before
-
-
-# The rooms
-
-
-def imports(path: Path) -> set[str]:
-    """Modules of the package that a file imports, anywhere in it, for type checkers too: ``"seams.loop"``."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}: relative import"
-        names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-        if isinstance(node, ast.ImportFrom):
-            of_folder = (PACKAGE.parent / str(node.module).replace(".", "/")).is_dir()
-            names = [f"{node.module}.{name}" for name in names] if of_folder else [str(node.module)]
-        found |= {name.removeprefix("lightning_accum.") for name in names if name.startswith("lightning_accum.")}
-    return found
-
-
-FILES = [path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py"]
-
-
-def test_imports_run_one_way() -> None:
-    graph = {
-        path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): imports(path) & set(map(str, MODULES))
-        for path in FILES
-    }
-    assert len(list(TopologicalSorter(graph).static_order())) == len(graph) > 30  # raises CycleError on a cycle
-
-
-MODULES = {path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".") for path in FILES}

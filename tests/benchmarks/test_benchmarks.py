@@ -66,3 +66,19 @@ def test_the_communication_program_counts_one_sync_per_window_and_one_per_micro_
         ["AccumulationMixin", "1", "1"],
         ["AccumulationMixin, sync_each_micro_batch=True", "3", "1"],
     ]
+
+
+@pytest.mark.parametrize("options", [[], ["--tree"]], ids=["summary", "tree"])
+def test_the_trace_program_counts_what_a_micro_batch_crosses(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "trace.py", *options)
+    out = capsys.readouterr().out
+    places = re.findall(r"^(\w+) a window: (\d+) calls, (\d+) modules, (\d+) switches$", out, re.MULTILINE)
+    assert [place for place, *_ in places] == ["inside", "closing"]
+    for _, *counts in places:
+        calls, modules, switches = map(int, counts)
+        assert calls > switches >= modules - 1 > 1
+    shown = re.findall(r"^ +([\w/]+\.py) \w+$", out, re.MULTILINE)
+    assert ("mixin.py" in shown) == bool(options)
+    assert out.count("mixin.py accumulate\n") == 2 * len(options)
