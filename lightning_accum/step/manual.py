@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +13,12 @@ from lightning_accum.checks import advice, arguments, refusals
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, any_gradient, trainable, weighs_nothing
 from lightning_accum.gradients.precision import LOW_PRECISION, real_divisor
-from lightning_accum.seams import loop
+from lightning_accum.seams import hooks, loop
 from lightning_accum.step.engine import Engine
 from lightning_accum.step.lr_schedulers import LRSchedulers
 from lightning_accum.step.optimizer_step import OptimizerStep
-from lightning_accum.window.state import Accumulator, Contribution, Phase
+from lightning_accum.window.state import Accumulator, Phase
+from lightning_accum.window.values import Contribution
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -34,7 +34,7 @@ class MicroBatch(NamedTuple):
         learns: False for one that only gathers statistics, whose losses are not for learning.
     """
 
-    batch: Any
+    batch: object
     closes: bool
     learns: bool
 
@@ -68,7 +68,7 @@ class ManualStep:
 
     # One micro-batch, top to bottom
 
-    def run(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, training_step: hooks.Hook, *args: object, **kwargs: object) -> object:
         """Run the user's ``training_step``, then close the window if this micro-batch is its last one."""
         learns, before = not loop.skips_backward(self.trainer), self.ranks.backwards
         closes = learns and loop.closes_window(self.trainer)
@@ -191,7 +191,7 @@ class ManualStep:
             return real_divisor(divisor, dtype) / pieces
         return divisor / pieces
 
-    def _only(self, window: Accumulator) -> dict[str, Any]:
+    def _only(self, window: Accumulator) -> dict[str, list[Tensor]]:
         """Keep a loss that runs through another optimizer's parameters out of that one's window.
 
         DDP waits for all parameters of the graph; there `toggle_model` keeps them apart.
@@ -227,7 +227,7 @@ class ManualStep:
             self.ranks.zero_backward(trainable(optimizer) if len(optimizers) > 1 else self.module.parameters())
             window.end_backward(has_gradients=any_gradient(optimizer), has_synced=True)
 
-    def _warn_if_never_called(self, output: Any) -> None:
+    def _warn_if_never_called(self, output: object) -> None:
         if output is not None and not self.calls:
             advice.warn_of_lost_losses()
             self.calls += 1  # warned once

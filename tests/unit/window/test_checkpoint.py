@@ -18,8 +18,9 @@ from torch import nn
 from lightning_accum.gradients.buffers import WindowGradients
 from lightning_accum.seams.window_length import WindowLength
 from lightning_accum.window import checkpoint as checkpoints
-from lightning_accum.window.progress import Progress
-from lightning_accum.window.state import Contribution, Phase, Totals, Window
+from lightning_accum.window.progress import Progress, Window
+from lightning_accum.window.state import Phase
+from lightning_accum.window.values import Contribution, Totals
 
 DOORS = pytest.mark.parametrize("door", SCHEDULED)
 DATA = make_batches([2, 1, 3, 2, 5, 1, 4])

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_accum.gradients.buffers import Weight
-from lightning_accum.window.state import Accumulator, Contribution, History, Phase, Totals, Window
+from lightning_accum.window.progress import Window
+from lightning_accum.window.state import Accumulator, Phase
+from lightning_accum.window.values import Contribution, History, Totals
 
 KINDS = pytest.mark.parametrize(
     "kind", [float, lambda w: torch.tensor(w, dtype=torch.float64)], ids=["float", "tensor"]
