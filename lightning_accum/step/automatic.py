@@ -61,6 +61,12 @@ class AutomaticDoor(Door):
     @override
     def start(self) -> None:
         self._sums_losses = effective_step.has_listeners(self._trainer, self._module)
+        # Not by the hooks around the backward, each of which Lightning calls for a fiftieth of a tiny model's time.
+        plugin = self._trainer.precision_plugin
+        own_backward: hooks.Hook = plugin.backward
+        hooks.cover(
+            plugin, "backward", lambda loss, *args, **kwargs: self._backward(own_backward, loss, *args, **kwargs)
+        )
         sync_first_backward(self._trainer)
 
     @override
@@ -68,11 +74,17 @@ class AutomaticDoor(Door):
         self._engine.batch = loop.all_batches(self._trainer)
         self._weight = self._engine.weigh(batch, self._module.device)
 
-    @override
-    def before_backward(self, loss: Tensor) -> None:
+    def _backward(self, own_backward: hooks.Hook, loss: Tensor, *args: object, **kwargs: object) -> None:
+        """Run the precision plugin's backward, as a contribution."""
+        works = self._works and self._engine.is_driven()
+        if works:
+            self._weigh(loss)
+        own_backward(loss, *args, **kwargs)
+        if works:
+            self._engine.end_backward(self._window, synced=False)
+
+    def _weigh(self, loss: Tensor) -> None:
         """Weigh the micro-batch: its gradient is multiplied while it flows, and the loss that is logged is not."""
-        if not self._works:
-            return
         window = self._window
         if window.phase in (Phase.STEPPING, Phase.STEPPED):
             window.drop()  # a closure optimizer evaluates the same micro-batch again
@@ -91,11 +103,6 @@ class AutomaticDoor(Door):
     def _whole(self, loss: Tensor) -> Tensor:
         """The loss that Lightning has divided by the announced length, and a GradScaler has scaled."""
         return precision.unscaled(self._trainer, loss.detach()) * int(self._trainer.accumulate_grad_batches)
-
-    @override
-    def after_backward(self) -> None:
-        if self._works:
-            self._engine.end_backward(self._window, synced=False)
 
     @override
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
