@@ -40,8 +40,6 @@ class AutomaticDoor(Door):
         self._is_weighted = engine.options.weight_fn is not None
         engine.progress.sees_all_weights = engine.ranks.size == 1 or not self._is_weighted
         self._sums_losses = False
-        # None while the scheduler's hooks do not run: in a finder inside the fit, in a pass for statistics.
-        self._window: Accumulator | None = None
         self._weight: Weight = 1.0
         self._skips: list[Callable[[], bool]] = []  # each tells whether the step under way was skipped
 
@@ -64,14 +62,22 @@ class AutomaticDoor(Door):
     @override
     def begin_batch(self, batch: object) -> None:
         engine = self._engine
-        self._window, engine.batch = engine.progress.accumulator(0), loop.all_batches(self._trainer)
+        engine.batch = loop.all_batches(self._trainer)
         self._weight = engine.weigh(batch, self._module.device)
+
+    @property
+    def _driven(self) -> Accumulator | None:
+        """The open window, unless another callback has taken over the Trainer's factor, or its callbacks."""
+        engine = self._engine
+        works = engine.flags.in_charge(self._trainer) and engine.scheduler in loop.callbacks(self._trainer)
+        return engine.progress.accumulator(0) if works else None
 
     def _backward(self, own_backward: hooks.Hook, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Run the precision plugin's backward, as a contribution."""
-        if (window := self._window) is None:
+        if (window := self._driven) is None:
             own_backward(loss, *args, **kwargs)
             return
+        self._engine.batch = loop.all_batches(self._trainer)
         self._weigh(window, loss)
         own_backward(loss, *args, **kwargs)
         self._engine.end_backward(window, synced=False)
@@ -99,7 +105,7 @@ class AutomaticDoor(Door):
     @override
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Make the window's gradient the weighted mean; it is unscaled by now, and not clipped yet."""
-        if (window := self._window) is None:
+        if (window := self._driven) is None:
             if loop.skips_backward(self._trainer):
                 self._engine.gradients.drop(optimizer)
             return
@@ -145,7 +151,7 @@ class AutomaticDoor(Door):
     @override
     def end_batch(self) -> None:
         """Count the window that this micro-batch has closed, then report it."""
-        window, self._window = self._window, None
+        window = self._driven
         if window is None or window.phase in (Phase.EMPTY, Phase.OPEN):
             return
         self._end_step(window)
