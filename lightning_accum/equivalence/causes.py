@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import fill
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_accum.equivalence.outcome import HOLDS, Hold, Outcome, Shares, Suspect, SuspectKind
 from lightning_accum.equivalence.trial import Trial
@@ -100,14 +100,9 @@ def find_causes(trial: Trial, first: Outcome, tolerance: float) -> tuple[Cause, 
     causes = []
     for suspect in first.suspects:
         others = [other for other in first.suspects if other is not suspect]
-
-        def is_cause(outcome: Outcome, suspect: Suspect = suspect) -> bool:
-            if not found.is_exact:
-                return _has_effect(suspect, outcome, found.clean, tolerance)
-            return trial.error(outcome, found.shares) > tolerance
-
-        if is_cause(trial.run(without=others, hold=found.hold)):
-            causes.append(Cause(suspect.kind, suspect.where, _advice(trial, suspect, others, found, is_cause)))
+        advice = _confirm(_Test(trial, suspect, others, found, tolerance))
+        if advice is not None:
+            causes.append(Cause(suspect.kind, suspect.where, advice))
     counted = [share or 0.0 for share in found.shares]
     causes += [Cause(kind, (), _LOSS[kind].format(min(counted), max(counted))) for kind in found.kinds]
     return tuple(causes)
@@ -167,34 +162,62 @@ def _solve_shares(clean: Outcome, tolerance: float) -> Shares | None:
     return [found.get(i) for i in range(len(clean.parts))]
 
 
-def _has_effect(suspect: Suspect, alone: Outcome, clean: Outcome, tolerance: float) -> bool:
-    if suspect.kind == "random draws":  # they matter if the gradient depends on them
-        return bool((alone.whole - clean.whole).norm() > tolerance * clean.whole.norm())
-    # Batch statistics matter if the layer's output for the whole batch differs from that for its pieces.
-    return any(_differs(alone, name, tolerance) and not _differs(clean, name, tolerance) for name in suspect.where)
+@dataclass(frozen=True)
+class _Test:
+    """A suspect that is left in alone."""
+
+    trial: Trial
+    suspect: Suspect
+    others: Sequence[Suspect]
+    found: _Explanation
+    tolerance: float
+
+    def run(self, fresh: Sequence[str] = ()) -> Outcome:
+        return self.trial.run(without=self.others, fresh=fresh, hold=self.found.hold)
+
+    def is_cause(self, alone: Outcome) -> bool:
+        """Return whether the suspect makes a difference in this outcome."""
+        clean = self.found.clean
+        if self.found.is_exact:
+            return self.trial.error(alone, self.found.shares) > self.tolerance
+        if self.suspect.kind == "random draws":  # they matter if the gradient depends on them
+            return _far(alone.whole, clean.whole, self.tolerance)
+        # Batch statistics matter if the layer's output for the whole batch differs from that for its pieces.
+        names = self.suspect.where
+        return any(self._differs(alone, name) and not self._differs(clean, name) for name in names)
+
+    def _differs(self, outcome: Outcome, name: str) -> bool:
+        whole, in_pieces = outcome.outputs.get(name, (0.0, 0.0))
+        return abs(whole - in_pieces) > self.tolerance * abs(whole)
 
 
-def _differs(outcome: Outcome, name: str, tolerance: float) -> bool:
-    whole, in_pieces = outcome.outputs.get(name, (0.0, 0.0))
-    return abs(whole - in_pieces) > tolerance * abs(whole)
-
-
-def _advice(
-    trial: Trial,
-    suspect: Suspect,
-    others: Sequence[Suspect],
-    found: _Explanation,
-    is_cause: Callable[[Outcome], bool],
-) -> str:
-    if suspect.kind == "random draws":
-        return _DRAWS if found.holds_all or not suspect.on_host else _DRAWS + _UNKNOWN
-    layers = [trial.modules[name] for name in suspect.where]
+def _confirm(test: _Test) -> str | None:
+    """Return what to do about a suspect; None if it is no cause."""
+    alone = test.run()
+    is_cause = test.is_cause(alone)
+    if test.suspect.kind == "random draws":
+        told = _DRAWS if test.found.holds_all or not test.suspect.on_host else _DRAWS + _UNKNOWN
+        return told if is_cause else None
+    if test.found.is_exact and not is_cause:
+        return None
+    # Does a piece's gradient depend on its other items, or only on what the pieces before left in the buffers?
+    fresh = test.run(fresh=test.suspect.where)
+    if not is_cause and not _any_far(alone.parts, fresh.parts, test.tolerance):
+        return None
+    layers = [test.trial.modules[name] for name in test.suspect.where]
     if any(hasattr(layer, "disable_observer") for layer in layers):
         return _OBSERVER
-    # Does a piece's gradient depend on its other items, or only on what the pieces before left in the buffers?
-    if not is_cause(trial.run(without=others, fresh=suspect.where, hold=found.hold)):
+    if not test.is_cause(fresh):
         return _CARRIED
     return _NORM if any(_normalises(layer) for layer in layers) else _ITEMS
+
+
+def _far(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    return bool((one - other).norm() > tolerance * other.norm())
+
+
+def _any_far(ones: Sequence[Tensor], others: Sequence[Tensor], tolerance: float) -> bool:
+    return any(_far(one, other, tolerance) for one, other in zip(ones, others, strict=True))
 
 
 def _normalises(layer: nn.Module) -> bool:
