@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import random
 from collections.abc import Callable, Iterable
@@ -50,6 +51,16 @@ def source_of(thing: object) -> Source | None:
     if isinstance(thing, torch.Generator):
         return _torch_source(thing)
     return None
+
+
+def sources_of(function: Callable[..., object]) -> list[Source]:
+    """Return the generators that a function refers to by name."""
+    try:
+        variables = inspect.getclosurevars(inspect.unwrap(function))
+    except (TypeError, ValueError):  # a callable object, or an empty cell
+        return []
+    values = (*variables.nonlocals.values(), *variables.globals.values())
+    return [source for value in values if (source := source_of(value)) is not None]
 
 
 def _torch_source(generator: torch.Generator) -> Source:

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
-from math import sqrt
+from dataclasses import dataclass, field
+from math import isfinite, sqrt
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from lightning_accum.equivalence.causes import Cause, find_causes
+from lightning_accum.equivalence.generators import sources_of
 from lightning_accum.equivalence.outcome import Outcome
 from lightning_accum.equivalence.restore import untouched
 from lightning_accum.equivalence.trial import LossFn, Trial
+from lightning_accum.seams.plotting import figure_and_axes
 from lightning_accum.split.slicing import batch_size, even_sizes
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 _WORST = 3  # parameters that a summary names
+_DRAWN = 20  # parameters in a picture
+_INEXACT = "#c0392b"  # errors beyond the tolerance
+_EXACT = "#2471a3"
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,7 @@ class EquivalenceReport:
         micro_batch_sizes: in items.
         worst_parameters: names and relative errors, largest first.
         causes: each was confirmed by trying; empty if the gradients are equal.
+        parameter_errors: names and relative errors of all parameters, largest first.
     """
 
     equal: bool
@@ -43,6 +54,7 @@ class EquivalenceReport:
     micro_batch_sizes: tuple[int, ...]
     worst_parameters: tuple[tuple[str, float], ...]
     causes: tuple[Cause, ...]
+    parameter_errors: tuple[tuple[str, float], ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         sizes = "+".join(map(str, self.micro_batch_sizes))
@@ -55,20 +67,53 @@ class EquivalenceReport:
         ]
         return "\n".join([*lines, *(f"  cause: {cause}" for cause in self.causes)])
 
+    def plot(self, ax: Axes | None = None) -> tuple[Figure, Axes]:
+        """Draw the relative error of each parameter's gradient, worst first, with the tolerance as a line.
+
+        Args:
+            ax: axes to draw into; None makes a figure.
+
+        Returns:
+            The figure and its axes. Of many parameters the twenty worst are drawn. Errors of 0 or below rounding are
+            drawn as the rounding error of `dtype`.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        shown = self.parameter_errors[:_DRAWN]
+        figure, ax = figure_and_axes(ax, figsize=(7, 1.5 + 0.25 * len(shown)), layout="constrained")
+        errors = [max(error, torch.finfo(self.dtype).eps) for _, error in shown]
+        # No axis has room for an infinite error: it is drawn beyond all others.
+        beyond = 10 * max([self.tolerance, *filter(isfinite, errors)])
+        lengths = [error if isfinite(error) else beyond for error in errors]
+        colours = [_INEXACT if error > self.tolerance else _EXACT for error in errors]
+        ax.barh(range(len(shown)), lengths, color=colours)
+        ax.set_yticks(range(len(shown)), [name for name, _ in shown])
+        ax.invert_yaxis()
+        ax.set_xscale("log")
+        ax.axvline(self.tolerance, color="black", linestyle="--", label=f"tolerance {self.tolerance:.1e}")
+        ax.set_xlabel("relative error of the accumulated gradient")
+        more = len(self.parameter_errors) - len(shown)
+        ax.set_title(("Equal" if self.equal else "NOT equal") + (f" ({more} more parameters)" if more else ""))
+        ax.legend()
+        return figure, ax
+
 
 def check_equivalence(model: nn.Module, batch: object, loss_fn: LossFn, *, micro_batches: int = 4) -> EquivalenceReport:
     """Compare the gradient of a whole batch with the one accumulated over its micro-batches, and find the causes.
 
     The check works on a copy in float64 if the model allows it, otherwise in the model's own precision. To find causes
     it switches off layers that draw random numbers, puts layers that keep statistics in eval mode, and reads the loss
-    as a sum or with other weights. A cause is what brings the error back when it alone is left in. This costs two more
-    passes over the batch for each class of such layers. Wrong weights are found only if there are more parameters than
-    micro-batches. The model, its gradients, buffers and modes, and torch's random generators are restored. Check a
-    model in the mode in which it trains.
+    as a sum or with other weights. A cause is what brings the error back when it alone is left in. This costs two to
+    four more passes over the batch for each class of such layers. Wrong weights are found only if there are more
+    parameters than micro-batches. All that the model holds is restored: tensors, gradients, modes, hooks and
+    containers; and the random generators of torch, numpy and Python. Check a model in the mode in which it trains.
 
     Args:
         model: any module on any device; a LightningModule needs no Trainer.
-        batch: as for `AccumulationMixin.accumulate_split`; on the model's device. At least one item per micro-batch.
+        batch: as for `AccumulationMixin.accumulate_split`; on the model's device. At least one item per micro-batch. A
+            module may define `batch_length(batch)`, which counts instead, and `slice_micro_batch(batch, start, stop)`,
+            which cuts instead.
         loss_fn: takes the module (a copy) and a batch of any size; returns ``loss``, a scalar ``()``, or
             ``(loss, weight)``. Without a weight a micro-batch weighs as many items as it has.
         micro_batches: into how many the batch is cut; their sizes differ by at most one.
@@ -92,7 +137,7 @@ def check_equivalence(model: nn.Module, batch: object, loss_fn: LossFn, *, micro
     _check_number(micro_batches, items)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("`check_equivalence(model, ...)`: the model has no parameter that requires a gradient.")
-    with untouched(model):  # the loss may use it instead of the copy
+    with untouched(model, sources_of(loss_fn)):  # the loss may use the model instead of the copy
         return _report(*_run_first(model, batch, loss_fn, even_sizes(items, micro_batches)))
 
 
@@ -129,7 +174,7 @@ def _report(trial: Trial, outcome: Outcome) -> EquivalenceReport:
     errors = trial.errors(outcome, outcome.shares)
     tolerance = sqrt(torch.finfo(outcome.dtype).eps)
     relative_error = errors.pop("")
-    worst = sorted(errors.items(), key=lambda item: -item[1])[:_WORST]
+    worst = sorted(errors.items(), key=lambda item: -item[1])
     largest = max(relative_error, worst[0][1])
     return EquivalenceReport(
         equal=largest <= tolerance,
@@ -138,6 +183,7 @@ def _report(trial: Trial, outcome: Outcome) -> EquivalenceReport:
         tolerance=tolerance,
         dtype=outcome.dtype,
         micro_batch_sizes=tuple(trial.sizes),
-        worst_parameters=tuple(worst),
+        worst_parameters=tuple(worst[:_WORST]),
         causes=() if largest <= tolerance else find_causes(trial, outcome, tolerance),
+        parameter_errors=tuple(worst),
     )

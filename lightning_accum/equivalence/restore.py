@@ -54,17 +54,17 @@ class Held:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[Held]:
+def untouched(model: nn.Module, sources: Iterable[Source] = ()) -> Iterator[Held]:
     """Restore all that a model holds, its gradients and hooks, and the random generators, bit by bit.
 
-    Torch's, numpy's and Python's global generators are restored, and those that the model holds. Inside, the tensors
-    have no gradients.
+    Torch's, numpy's and Python's global generators are restored, those that the model holds, and further sources.
+    Inside, the tensors have no gradients.
     """
     held = Held(model)
     undo: list[Undo] = [
         *(_container_undo(container) for container in held.containers),
         *(_tensor_undo(tensor) for tensor in held.tensors),
-        *(_source_undo(source) for source in (PYTHON, NUMPY, *held.generators)),
+        *(_source_undo(source) for source in (PYTHON, NUMPY, *held.generators, *sources)),
     ]
     # Reading the generators of CUDA devices would initialize CUDA.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]

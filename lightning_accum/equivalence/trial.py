@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_accum.checks.arguments import as_weight, check_loss
-from lightning_accum.equivalence.generators import NUMPY, PYTHON, Source
+from lightning_accum.equivalence.generators import NUMPY, PYTHON, Source, sources_of
 from lightning_accum.equivalence.observe import Watch, epsilon, own_buffers
 from lightning_accum.equivalence.outcome import Hold, Outcome, Shares, Suspect, SuspectKind, Switches
 from lightning_accum.equivalence.restore import untouched
@@ -43,6 +43,7 @@ class Trial:
     ) -> None:
         self.model, self.batch, self.loss_fn, self.sizes, self.dtype = model, batch, loss_fn, sizes, dtype
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._sources = sources_of(loss_fn)
         self.modules = {name or f"{type(model).__name__}.forward": module for name, module in model.named_modules()}
 
     def run(self, without: Collection[Suspect] = (), *, fresh: Collection[str] = (), hold: Hold = "stream") -> Outcome:
@@ -93,12 +94,12 @@ class Trial:
         """Return the gradient and the weight of each batch, and what was seen meanwhile."""
         fixed = {name for suspect in switches.off if suspect.kind == "random draws" for name in suspect.where}
         coarsest = max((p.dtype for p in self.parameters.values()), key=epsilon)
-        with untouched(self.model) as held, torch.enable_grad():
+        with untouched(self.model, self._sources) as held, torch.enable_grad():
             self._switch_off(switches)
             if isinstance(self.model, LIGHTNING_MODULES):
                 for log in ("log", "log_dict"):  # need a Trainer
                     hooks.shadow(self.model, log, lambda *args, **kwargs: None)
-            sources = [source for source in (PYTHON, NUMPY, *held.generators) if source.on_host]
+            sources = [source for source in (PYTHON, NUMPY, *held.generators, *self._sources) if source.on_host]
             if not switches.holds_host:
                 _move_on(sources, 1 + other_draws)
             if other_draws:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -455,6 +456,9 @@ class Recent(nn.Module):
         super().__init__()
         self.kept: dict[str, list[Tensor]] = {"items": [torch.ones(8)]}
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("cannot be copied")
+
     def forward(self, x: Tensor) -> Tensor:
         shifted = x + torch.stack(self.kept["items"]).mean(0).to(x)
         self.kept["items"].append(x.detach().mean(0).float())
@@ -540,18 +544,24 @@ def seeds(generator: Any) -> list[Any]:
     return [getattr(generator, "getstate", getattr(generator, "get_state", None))()]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("generator", [np.random, random], ids=["numpy", "random"])
+@pytest.mark.parametrize("generator", GENERATORS.values(), ids=list(GENERATORS))
 @pytest.mark.parametrize("per_item", [True, False])
 def test_draws_of_numpy_and_python_in_the_loss_are_random_draws(generator: Any, per_item: bool) -> None:
     def scaled(model: nn.Module, batch: Any) -> Tensor:
         scale = drawn(generator, len(batch[0]) if per_item else 1).to(batch[0])
         return mean(model, (batch[0] * scale, batch[1]))
 
-    draws = ("random draws", ("loss_fn",))
+    draws, before = ("random draws", ("loss_fn",)), generators(generator)
     assert found(check(mlp(), batch(), scaled)) == {draws}
-    assert found(check(mlp(), batch(), lambda model, b: scaled(model, b) * len(b[1]))) == {draws, ("sum", ())}
+
+    def summed(model: nn.Module, batch: Any) -> Tensor:
+        scale = drawn(generator, len(batch[0]) if per_item else 1).to(batch[0])
+        return total(model, (batch[0] * scale, batch[1]))
+
+    assert found(check(mlp(), batch(), summed)) == {draws, ("sum", ())}
     layers = {draws, ("random draws", ("1",)), ("batch statistics", ("2",))}
     assert found(check(mlp(dropout, batch_norm), batch(), scaled)) == layers
+    assert generators(generator) == before
 
 
 def test_what_draws_that_cannot_be_held_may_hide_is_told() -> None:
@@ -992,3 +1002,36 @@ def test_the_worst_parameter_comes_first() -> None:
     assert list(errors) == sorted(errors, reverse=True)
     assert report.max_relative_error == errors[0] == pytest.approx(0.75)  # a quarter of a sum over four
     assert report.relative_error <= report.max_relative_error
+
+
+# Pictures
+
+
+def test_a_picture_has_the_error_of_each_parameter_worst_first() -> None:
+    report = check(mlp(*[lambda: nn.Linear(8, 8)] * 12), batch(), info_nce)
+    figure, axes = report.plot()
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == [name for name, _ in report.parameter_errors][:20]
+    assert names[:3] == [name for name, _ in report.worst_parameters]
+    widths = [bar.get_width() for bar in axes.patches]
+    assert widths == pytest.approx([error for _, error in report.parameter_errors][:20])
+    assert axes.yaxis_inverted()
+    assert axes.lines[0].get_xdata()[0] == report.tolerance
+    assert axes.get_title() == "NOT equal (8 more parameters)"
+    assert report.plot(axes) == (figure, axes)
+    plt.close(figure)
+
+
+def test_equal_and_infinite_errors_can_be_drawn() -> None:
+    for report, title in ((check(mlp(), batch(16), mean), "Equal"), (infinite(), "NOT equal")):
+        figure, axes = report.plot()
+        figure.canvas.draw()
+        assert axes.get_title() == title
+        assert all(0 < bar.get_width() < float("inf") for bar in axes.patches)
+        plt.close(figure)
+
+
+def infinite() -> EquivalenceReport:
+    report = check(mlp(), batch(16), mean)
+    errors = (("0.weight", float("inf")), *report.parameter_errors[1:])
+    return replace(report, equal=False, max_relative_error=float("inf"), parameter_errors=errors)
