@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_accum.equivalence.generators import NUMPY, PYTHON, Source, source_of
 
 Undo = Callable[[], object]
+_Contents = dict[object, object] | tuple[object, ...]
 
 # Hooks of a tensor are no entries of a module's `__dict__`.
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -61,8 +62,8 @@ def untouched(model: nn.Module, sources: Iterable[Source] = ()) -> Iterator[Held
     Inside, the tensors have no gradients.
     """
     held = Held(model)
+    contents = [(container, _contents(container)) for container in held.containers]
     undo: list[Undo] = [
-        *(_container_undo(container) for container in held.containers),
         *(_tensor_undo(tensor) for tensor in held.tensors),
         *(_source_undo(source) for source in (PYTHON, NUMPY, *held.generators, *sources)),
     ]
@@ -75,31 +76,31 @@ def untouched(model: nn.Module, sources: Iterable[Source] = ()) -> Iterator[Held
                     tensor.grad = None
             yield held
         finally:
+            for container, before in contents:
+                if not _same(container, before):
+                    _refill(container, before)
             for restore in undo:
                 restore()
 
 
-def _container_undo(container: Any) -> Undo:
-    """Return a function that restores a container in place: handles and other modules may refer to it."""
-    before = dict(container) if isinstance(container, dict) else list(container)
-
-    def undo() -> None:
-        if isinstance(container, list):
-            container[:] = before
-        else:
-            container.clear()
-            (container.extend if isinstance(container, deque) else container.update)(before)
-
-    return lambda: None if _same(container, before) else undo()
+def _contents(container: Any) -> _Contents:
+    # Most are empty, as a layer's ten containers of hooks: they share one tuple.
+    return (dict(container) if isinstance(container, dict) else tuple(container)) if container else ()
 
 
-def _same(container: Any, before: dict[object, object] | list[object]) -> bool:
+def _same(container: Any, before: _Contents) -> bool:
     if len(container) != len(before):
         return False
     if isinstance(before, dict):
         pairs = zip(container.items(), before.items(), strict=True)
         return all(one[0] is other[0] and one[1] is other[1] for one, other in pairs)
     return all(one is other for one, other in zip(container, before, strict=True))
+
+
+def _refill(container: Any, before: _Contents) -> None:
+    """Restore a container in place: handles and other modules may refer to it."""
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(before)
 
 
 def _tensor_undo(tensor: Tensor) -> Undo:
