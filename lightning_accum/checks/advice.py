@@ -154,6 +154,15 @@ def warn_of_plain_loader(trainer: Trainer) -> None:
         )
 
 
+def warn_of_incomplete_batch() -> None:
+    """Warn about a micro-batch of which a resumed fit has only a part."""
+    rank_zero_warn(
+        "The checkpoint was made inside `training_step`, between two contributions of one micro-batch (pieces of"
+        " `accumulate_split`, or calls with `more=True`): those before it are kept, the others are lost, because the"
+        " loader does not give the micro-batch again. The window's mean is over what it holds."
+    )
+
+
 def warn_failed_backward(micro_batches: int) -> None:
     """Warn about a window that is dropped because a backward in it failed and the error was caught."""
     rank_zero_warn(

@@ -74,6 +74,7 @@ def _contribute_all(
     is_first = True
     for index, piece in enumerate(pieces(batch.batch, sizes, batch.dim, batch.slicer)):
         last = closes and index + 1 == len(sizes)
+        step.engine.awaits(index + 1 < len(sizes))
         given = _loss_of(step, batch, piece, sizes[index])
         if given is not None:
             step.contribute(window, *given, last=last, piece=Piece(len(sizes), is_first))

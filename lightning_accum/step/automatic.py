@@ -15,8 +15,9 @@ from lightning_accum.gradients import precision
 from lightning_accum.gradients.buffers import Weight, any_gradient, weighs_nothing
 from lightning_accum.gradients.distributed import sync_first_backward
 from lightning_accum.schedule.factors import Schedule
-from lightning_accum.seams import hooks, loop
+from lightning_accum.seams import hooks, loop, restart
 from lightning_accum.step.engine import Door, Engine
+from lightning_accum.window.progress import State
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution
 
@@ -165,12 +166,30 @@ class AutomaticDoor(Door):
             self._window.end_step(moved=not any(skipped))
 
     @override
-    def before_save(self) -> None:
+    def before_save(self) -> State:
         if loop.batch_is_processed(self._trainer):  # callbacks before the scheduler save before `end_batch`
             self._end_step()
+        monitors = [config.monitor for config in self._trainer.lr_scheduler_configs]
+        return {"metrics": restart.followed_metrics(self._trainer, monitors)}
+
+    @override
+    def finish_batch(self, state: State) -> None:
+        is_closed, unfinished = state["window"] is None, state.get("unfinished")
+        if unfinished is not None:
+            restart.step_lr_schedulers(self._trainer, at_window_end=unfinished["is_counted"])
+            is_closed = unfinished["is_counted"]
+        if is_closed and restart.is_left_in_batch_end(self._trainer) and not loop.validates_now(self._trainer):
+            restart.step_plateau_schedulers(self._trainer)
 
     @override
     def end_epoch(self) -> bool:
+        own_hook: hooks.Hook = self._module.on_train_epoch_end
+
+        def own_hook_then_schedulers() -> None:
+            own_hook()  # may log the metric that a ReduceLROnPlateau follows
+            restart.let_plateau_schedulers_step(self._trainer)
+
+        hooks.shadow_once(self._module, "on_train_epoch_end", own_hook_then_schedulers)
         return self._window.is_pending
 
     @override
@@ -187,4 +206,4 @@ class AutomaticDoor(Door):
 
     @override
     def release(self) -> None:
-        hooks.unshadow_all(self._module, "configure_gradient_clipping")
+        hooks.unshadow_all(self._module, "configure_gradient_clipping", "on_train_epoch_end")

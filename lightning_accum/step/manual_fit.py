@@ -8,12 +8,12 @@ from typing_extensions import override
 
 from lightning_accum.checks import advice, refusals
 from lightning_accum.schedule.factors import Schedule
-from lightning_accum.seams import hooks, logs, loop
+from lightning_accum.seams import hooks, logs, loop, restart
 from lightning_accum.step.engine import Door, Engine
 from lightning_accum.step.guards import HandStepGuard
 from lightning_accum.step.lr_schedulers import LRSchedulers
 from lightning_accum.step.manual import ManualStep
-from lightning_accum.window.progress import Progress
+from lightning_accum.window.progress import Progress, State
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -72,6 +72,7 @@ class ManualDoor(Door):
 
     @override
     def end_batch(self) -> None:
+        self._step.complete_epoch()  # also where the loader gave None, for which there is no `training_step`
         if self._engine.progress.closed_batch == self._engine.batch:
             self._lr_schedulers.after_batch(self._trainer, self._module, validates=loop.validates_now(self._trainer))
             self._engine.ranks.broadcast_buffers_again()
@@ -90,7 +91,7 @@ class ManualDoor(Door):
         def own_hook_then_schedulers() -> None:
             own_hook()  # may log the metric that a ReduceLROnPlateau follows
             if loop.epoch_is_complete(self._trainer):
-                self._lr_schedulers.after_epoch(self._trainer, self._module, with_metric=True)
+                self._lr_schedulers.after_epoch(self._trainer, self._module)
 
         hooks.shadow_once(self._module, "on_train_epoch_end", own_hook_then_schedulers)
         return False
@@ -103,6 +104,27 @@ class ManualDoor(Door):
             logs.advance_logger_step(self._trainer)
         elif partial_window == "drop":
             self._engine.drop()
+
+    @override
+    def before_save(self) -> State:
+        monitors = self._lr_schedulers.monitors
+        return {
+            "lr_schedulers": self._lr_schedulers.state_dict(self._trainer),
+            "metrics": restart.followed_metrics(self._trainer, monitors),
+        }
+
+    @override
+    def finish_batch(self, state: State) -> None:
+        trainer, progress = self._trainer, self._engine.progress
+        self._engine.batch, length = loop.all_batches(trainer), progress.window.length
+        if (unfinished := state.get("unfinished")) is not None:
+            progress.closed_batch = self._engine.batch * unfinished["is_counted"]
+            is_full = length is not None and loop.ready_batches(trainer) >= length.end
+            if unfinished["is_added"] and is_full and progress.window.is_pending:
+                self._step.close_window(at=loop.ready_batches(trainer))
+        self._lr_schedulers.load_state_dict(trainer, state.get("lr_schedulers"))
+        self._step.complete_epoch()
+        self._lr_schedulers.after_batch(trainer, self._module, validates=loop.validates_now(trainer))
 
     @override
     def end_fit(self) -> None:
