@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -82,6 +83,33 @@ def end_restart(trainer: Trainer) -> None:
     if epoch_loop.restarting:
         epoch_loop.on_iteration_done()
         epoch_loop.restarting = False
+        _keep_prefetched(trainer)
+
+
+class _Begun:
+    """A combined loader that has begun its epoch: iterated once more, it continues."""
+
+    def __init__(self, fetcher: Any) -> None:
+        self._fetcher, self._loader = fetcher, fetcher.combined_loader
+        self._left = chain(fetcher.batches, fetcher.iterator)
+
+    def __iter__(self) -> Iterator[object]:
+        self._fetcher.setup(self._loader)
+        return self._left
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loader, name)
+
+
+def _keep_prefetched(trainer: Trainer) -> None:
+    """Keep what a loader without a length has given of the next epoch already.
+
+    Fact: of such a loader one micro-batch is read ahead when the fit sets it up, and the next epoch iterates it anew.
+    One that resumes at an epoch's end has either nothing left or begins the next epoch.
+    """
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    if getattr(fetcher, "batches", None):
+        fetcher.setup(_Begun(fetcher))
 
 
 def call_batch_end(trainer: Trainer) -> None:
