@@ -153,6 +153,9 @@ class AccumulationScheduler(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._door.begin_epoch()
+        if self._placement.follow_loader(trainer):  # `reload_dataloaders_every_n_epochs`
+            advice.warn_of_rounded_sizes(trainer, self._placement.schedule)
+            rank_zero_info(resolve.arithmetic(trainer, self._placement.schedule))
         self._placement.begin_epoch(trainer)
 
     @override

@@ -154,6 +154,15 @@ def warn_of_plain_loader(trainer: Trainer) -> None:
         )
 
 
+def warn_of_endless_fit(max_steps: int) -> None:
+    """Warn about an epoch without a contribution in a fit that only optimizer steps can end."""
+    rank_zero_warn(
+        f"No micro-batch of this epoch contributed anything: `accumulate` was not called, or with None. Windows without"
+        f" a contribution take no optimizer step, so `Trainer(max_steps={max_steps})` alone never ends the fit. Give"
+        " `max_epochs` or `max_time` too."
+    )
+
+
 def warn_of_incomplete_batch() -> None:
     """Warn about a micro-batch of which a resumed fit has only a part."""
     rank_zero_warn(

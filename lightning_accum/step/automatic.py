@@ -152,12 +152,26 @@ class AutomaticDoor(Door):
             return
         self._end_step()
         if self._window.phase is not Phase.STEPPED:
+            self._drop_if_left_out()
             return
         reports = self._sums_losses and self._window.totals.weight > 0
         step = self._engine.report(self._window) if reports else None
         self._engine.close(at=loop.ready_batches(self._trainer))
         if step is not None:
             effective_step.notify(self._trainer, self._module, step)
+
+    def _drop_if_left_out(self) -> None:
+        """Drop the window if an ``optimizer_step`` of the user's has left out its step, as Lightning does.
+
+        Its gradients stay where they are until Lightning zeroes them, where the next window opens. If the loader gave
+        None for the window's last place, no step was asked for: the next micro-batch closes it.
+        """
+        engine = self._engine
+        was_asked = engine.batch == loop.all_batches(self._trainer) and loop.closes_window(self._trainer)
+        if was_asked and self._window.phase is Phase.OPEN:
+            if engine.gradients.in_float32:
+                engine.gradients.drop(self._trainer.optimizers[0])
+            engine.progress.drop()
 
     def _end_step(self) -> None:
         skipped = [was_skipped() for was_skipped in self._skips]  # all of them: each takes its hook away

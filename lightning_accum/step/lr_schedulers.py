@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from lightning_accum.seams import logs, loop, restart
 from lightning_accum.seams.hooks import Hook
 from lightning_accum.seams.roots import MisconfigurationException, rank_zero_warn
+from lightning_accum.window.progress import State
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -110,12 +111,12 @@ class LRSchedulers:
         """The metrics that are followed."""
         return [config.monitor for config in self._monitored.values()]
 
-    def state_dict(self, trainer: Trainer) -> dict[str, Any]:
+    def state_dict(self, trainer: Trainer) -> State:
         """Plain numbers: the epoch, and the positions of the schedulers that wait for a metric."""
         positions = [i for i, config in enumerate(trainer.lr_scheduler_configs) if config in self._awaiting_metric]
         return {"completed_epoch": self._completed_epoch, "awaiting_metric": positions}
 
-    def load_state_dict(self, trainer: Trainer, state: dict[str, Any] | None) -> None:
+    def load_state_dict(self, trainer: Trainer, state: State | None) -> None:
         """Go on from there; None of a checkpoint without it: until then they were stepped in ``training_step``."""
         if state is None:
             completed = trainer.current_epoch if loop.epoch_is_complete(trainer) else -1

@@ -51,6 +51,9 @@ class ManualDoor(Door):
         self._lr_schedulers = LRSchedulers()
         self._step = step = ManualStep(engine, module, self._lr_schedulers)
         self._guard = HandStepGuard(engine.progress)
+        self._batches_before = 0  # in the whole training, where the epoch begins
+        # If nothing is contributed: steps alone end the fit. Until it was warned of.
+        self._is_endless = engine.trainer.max_epochs == -1 != engine.trainer.max_steps
         engine.progress.sees_all_weights = engine.ranks.size == 1
         hooks.shadow_once(module, "configure_optimizers", self._lr_schedulers.recording(module.configure_optimizers))
         if hooks.is_set_on_object(module, "training_step"):  # there the class's wrapper does not run
@@ -71,6 +74,10 @@ class ManualDoor(Door):
         self._guard.install(self._trainer.optimizers)
 
     @override
+    def begin_epoch(self) -> None:
+        self._batches_before = loop.all_batches(self._trainer)
+
+    @override
     def end_batch(self) -> None:
         self._step.complete_epoch()  # also where the loader gave None, for which there is no `training_step`
         if self._engine.progress.closed_batch == self._engine.batch:
@@ -86,6 +93,7 @@ class ManualDoor(Door):
         if self._engine.progress.window.is_pending:
             self._leave_window()
         self._step.complete_epoch()  # also one left by `on_train_batch_start` that returned -1
+        self._warn_if_endless()
         own_hook = self._module.on_train_epoch_end
 
         def own_hook_then_schedulers() -> None:
@@ -95,6 +103,12 @@ class ManualDoor(Door):
 
         hooks.shadow_once(self._module, "on_train_epoch_end", own_hook_then_schedulers)
         return False
+
+    def _warn_if_endless(self) -> None:
+        """Warn once if nothing was contributed in a whole epoch, and steps alone would end the fit."""
+        if self._is_endless and self._engine.progress.last_batch <= self._batches_before:
+            advice.warn_of_endless_fit(self._trainer.max_steps)
+            self._is_endless = False
 
     def _leave_window(self) -> None:
         """Handle a window that is open where its epoch ends, as `partial_window` asks."""
