@@ -243,6 +243,7 @@ class AccumulationScheduler(Callback):
             why_not = "one rank may have failed alone"
         if checkpoints.batch_is_done(trainer, self.progress):
             loop.enter_batch_as_done(checkpoint)
+        restart.keep_validation(trainer, checkpoint)
         kept |= checkpoints.unfinished(trainer, self.progress)
         kept |= checkpoints.snapshot(trainer, self.progress, self.gradients, why_not)
         checkpoint["callbacks"][self.state_key] |= kept

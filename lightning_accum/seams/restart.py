@@ -46,6 +46,27 @@ def enter_validation(progress: dict[str, Any]) -> None:
         progress["epoch_loop.val_loop.batch_progress"][count] = dict(_INSIDE)
 
 
+def keep_validation(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Let the resumed fit validate again if the checkpoint is made inside a validation that is not over.
+
+    Fact: from a checkpoint made in one of the validation's hooks, even its first, Lightning goes on behind it. Outputs
+    are there from the validation's last micro-batch until the epoch's metrics are known, before ``on_validation_end``.
+    """
+    if not trainer.validating or trainer.fit_loop.epoch_loop.batch_progress.total.ready == 0:
+        return
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    validated: Any = val_loop.batch_progress.current
+    if not validated.completed == validated.ready > 0 or val_loop._logged_outputs:
+        enter_validation(checkpoint["loops"]["fit_loop"])
+
+
+def begins_with_validation(trainer: Trainer) -> bool:
+    """Whether the resumed fit first validates; asked in ``on_train_start``."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    is_left = epoch_loop.restarted_on_train_batch_end or epoch_loop.val_loop.restarted_mid_evaluation
+    return is_left and loop.validates_now(trainer)
+
+
 def is_resumed(trainer: Trainer) -> bool:
     """Whether the fit resumes inside an epoch, or at its end; until its first micro-batch or validation is over."""
     return trainer.fit_loop.epoch_loop.restarting

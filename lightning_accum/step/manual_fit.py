@@ -138,7 +138,7 @@ class ManualDoor(Door):
                 self._step.close_window(at=loop.ready_batches(trainer))
         self._lr_schedulers.load_state_dict(trainer, state.get("lr_schedulers"))
         self._step.complete_epoch()
-        self._lr_schedulers.after_batch(trainer, self._module, validates=loop.validates_now(trainer))
+        self._lr_schedulers.after_batch(trainer, self._module, validates=restart.begins_with_validation(trainer))
 
     @override
     def end_fit(self) -> None:
