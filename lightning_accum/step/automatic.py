@@ -161,9 +161,9 @@ class AutomaticDoor(Door):
             effective_step.notify(self._trainer, self._module, step)
 
     def _drop_if_left_out(self) -> None:
-        """Drop the window if an ``optimizer_step`` of the user's has left out its step, as Lightning does.
+        """Drop the window if an ``optimizer_step`` of the user's has left out its step, as Lightning does; count it.
 
-        Its gradients stay where they are until Lightning zeroes them, where the next window opens. If the loader gave
+        ``trainer.global_step`` counts it too. Its gradients stay where they are until Lightning zeroes them, where the next window opens. If the loader gave
         None for the window's last place, no step was asked for: the next micro-batch closes it.
         """
         engine = self._engine
@@ -172,6 +172,7 @@ class AutomaticDoor(Door):
             if engine.gradients.in_float32:
                 engine.gradients.drop(self._trainer.optimizers[0])
             engine.progress.drop()
+            engine.close(at=loop.ready_batches(self._trainer))  # as skipped
 
     def _end_step(self) -> None:
         skipped = [was_skipped() for was_skipped in self._skips]  # all of them: each takes its hook away

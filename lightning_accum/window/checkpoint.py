@@ -90,12 +90,12 @@ def unfinished(trainer: Trainer, progress: Progress) -> State:
     """
     if loop.batch_is_processed(trainer) or not batch_is_done(trainer, progress):
         return {}
-    window = progress.window
+    window, batch, is_added = progress.window, loop.all_batches(trainer), _is_added(trainer, progress)
     return {
         "unfinished": {
-            "is_added": _is_added(trainer, progress),
-            "is_counted": window.is_any(Phase.STEPPED) or progress.closed_batch == loop.all_batches(trainer),
-            "is_incomplete": progress.awaited_batch == loop.all_batches(trainer),
+            "is_added": is_added,
+            "is_counted": window.is_any(Phase.STEPPED) or progress.closed_batch == batch,
+            "is_incomplete": is_added and progress.awaited_batch == batch,
         }
     }
 
