@@ -163,8 +163,9 @@ class AutomaticDoor(Door):
     def _drop_if_left_out(self) -> None:
         """Drop the window if an ``optimizer_step`` of the user's has left out its step, as Lightning does; count it.
 
-        ``trainer.global_step`` counts it too. Its gradients stay where they are until Lightning zeroes them, where the next window opens. If the loader gave
-        None for the window's last place, no step was asked for: the next micro-batch closes it.
+        ``trainer.global_step`` counts it too. Its gradients stay until Lightning zeroes them, where the next window
+        opens. If the loader gave None for the window's last place, no step was asked for: the next micro-batch closes
+        it.
         """
         engine = self._engine
         was_asked = engine.batch == loop.all_batches(self._trainer) and loop.closes_window(self._trainer)

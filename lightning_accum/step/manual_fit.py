@@ -75,6 +75,8 @@ class ManualDoor(Door):
 
     @override
     def begin_epoch(self) -> None:
+        if self._engine.progress.window.is_pending:  # saved at the epoch's end, by a callback before the scheduler
+            self._leave_window()
         self._batches_before = loop.all_batches(self._trainer)
 
     @override

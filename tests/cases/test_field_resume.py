@@ -199,6 +199,31 @@ def test_a03_a_window_that_is_open_at_an_epochs_end_is_stepped_as_in_the_uninter
     assert {**first.rates, **resumed.rates} == whole.rates
 
 
+@pytest.mark.parametrize("partial_window", ["average", "drop", "carry"])
+@pytest.mark.parametrize("saver_first", [True, False], ids=["saver first", "saver last"])
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_end", "on_validation_start"])
+def test_a03_also_from_the_hooks_behind_the_last_micro_batch(partial_window: Any, saver_first: bool, hook: str) -> None:
+    data = [*DATA[:4], None]
+
+    def run(*savers: Any, ckpt_path: str | None = None) -> Any:
+        scheduler = AccumulationScheduler(3, partial_window=partial_window)
+        module = through(MIXIN, Net)()
+        trainer = make_trainer(
+            max_epochs=3,
+            num_sanity_val_steps=0,
+            callbacks=[*savers, scheduler] if saver_first else [scheduler, *savers],
+        )
+        with suppress(Halt):
+            trainer.fit(module, Resumable(data), Resumable(DATA[:1]), ckpt_path=ckpt_path)
+        return module
+
+    whole, first = run(), run(Save(hook, (0 if hook != "on_train_epoch_end" else 1, 4)))
+    resumed = run(ckpt_path="saved.ckpt")
+    assert first.windows + resumed.windows == whole.windows
+    assert torch.equal(flat(resumed.net), flat(whole.net))
+    assert {**first.rates, **resumed.rates} == whole.rates
+
+
 @DOORS
 @pytest.mark.parametrize("second", [(1, 2), (1, 5), (2, 0)])
 def test_a03_an_epoch_begun_behind_such_a_checkpoint_is_not_repeated_from_another_one(door: str, second: Any) -> None:
