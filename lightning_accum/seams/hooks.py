@@ -6,7 +6,10 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
+
+from lightning_accum.seams.roots import Callback
 
 # Fact: Lightning notes in this attribute of the module which hook runs, some 30 times per micro-batch.
 RUNNING_HOOK = "_current_fx_name"
@@ -33,8 +36,21 @@ def wrap(cls: type, name: str, run: Hook) -> None:
         return run(self, functools.partial(hook, self), *args, **kwargs)
 
     # Lightning looks through one `__wrapped__` for the arguments of `training_step`, and for whether it is overridden.
-    wrapper.__wrapped__ = inspect.unwrap(hook)
+    wrapper.__wrapped__ = _with_signature(inspect.unwrap(hook))
     setattr(cls, name, wrapper)
+
+
+def _with_signature(hook: Hook) -> Hook:
+    """Return a twin of the user's function that has its signature at hand; the user's own is left alone.
+
+    Fact: Lightning inspects the arguments of ``training_step`` at every micro-batch, which costs 10 us without it.
+    """
+    if not isinstance(hook, FunctionType):
+        return hook
+    twin = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, hook.__closure__)
+    twin.__kwdefaults__ = hook.__kwdefaults__
+    twin.__signature__ = inspect.signature(hook)  # type: ignore[attr-defined]
+    return twin
 
 
 class _Cover:
@@ -110,6 +126,24 @@ def shadow_once(owner: object, hook: str, replacement: Hook) -> None:
         return replacement(*args, **kwargs)
 
     shadow(owner, hook, once)
+
+
+def leave_out(callback: Callback, *names: str) -> None:
+    """Let Lightning pass over hooks that a callback of ours does not define; a subclass may.
+
+    Fact: it calls those of the base class too, in a profiler context each, but nothing that is not callable.
+    """
+    for hook in names:
+        if getattr(type(callback), hook) is getattr(Callback, hook):
+            vars(callback)[hook] = None
+
+
+def pass_over(callback: Callback, hook: str, skip: bool) -> None:
+    """Let Lightning skip a hook of a callback of ours while there is nothing for it to do, or call it again."""
+    if skip:
+        vars(callback)[hook] = None
+    else:
+        vars(callback).pop(hook, None)
 
 
 def keep_gradients() -> None:
