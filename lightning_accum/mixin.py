@@ -75,6 +75,7 @@ class AccumulationMixin(_Module):
     __jit_unused_properties__ = (  # type: ignore[assignment]
         *LightningModule.__jit_unused_properties__,
         "effective_step",
+        "opens_window",
         "skipped_steps",
     )
 
@@ -121,6 +122,12 @@ class AccumulationMixin(_Module):
     def skipped_steps(self) -> int:
         """How many of these windows moved no weights; 0 before a fit."""
         return self._accumulation.progress.skipped_steps
+
+    @property
+    def opens_window(self) -> bool:
+        """Whether the present micro-batch opens an accumulation window; False outside of a fit."""
+        step = self._accumulation.step
+        return step is not None and loop.opens_window(step.trainer)
 
     @_uncompiled
     def accumulate(

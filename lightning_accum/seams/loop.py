@@ -52,6 +52,34 @@ def closes_window(trainer: Trainer) -> bool:
     return not trainer.fit_loop._should_accumulate()
 
 
+def opens_window(trainer: Trainer) -> bool:
+    """Whether the present micro-batch opens an accumulation window.
+
+    True from ``on_train_batch_start`` to ``on_train_batch_end`` of that micro-batch, and False between micro-batches: the
+    place for what happens once per window, where ``trainer.global_step % n == 0`` is true in all micro-batches of one.
+    `AccumulationMixin.opens_window` is the same for the mixin.
+
+    Args:
+        trainer: the Trainer of the fit; one without an AccumulationScheduler is fine.
+
+    Example:
+        >>> import lightning as L
+        >>> class NewNoise(L.Callback):
+        ...     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        ...         if opens_window(trainer):
+        ...             pl_module.noise.normal_()
+        >>> opens_window(L.Trainer(barebones=True))
+        False
+    """
+    progress, window = trainer.fit_loop.epoch_loop.batch_progress.current, trainer.accumulate_grad_batches
+    if progress.ready <= progress.completed:
+        return False
+    place = progress.ready - 1
+    if isinstance(window, WindowLength):  # callbacks before the scheduler see the last window, which has ended
+        return place == window.opened_at or place >= window.end
+    return place % window == 0
+
+
 def skips_backward(trainer: Trainer) -> bool:
     """Whether the micro-batches are for statistics only, and move no weights.
 
