@@ -6,7 +6,12 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from lightning_accum.seams.roots import LIGHTNING_MODULES
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 # Fact: Lightning notes in this attribute of the module which hook runs, some 30 times per micro-batch.
 RUNNING_HOOK = "_current_fx_name"
@@ -114,6 +119,14 @@ def shadow_once(owner: object, hook: str, replacement: Hook) -> None:
 
 def keep_gradients() -> None:
     """Do nothing: in front of ``on_validation_model_zero_grad`` while a window is open."""
+
+
+def is_overridden(owner: LightningModule, hook: str) -> bool:
+    """Whether a module's hook is another than Lightning's, by its class or by what was set on the object."""
+    if hook in vars(owner):
+        return True
+    own = getattr(type(owner), hook)
+    return all(own is not getattr(root, hook) for root in LIGHTNING_MODULES)
 
 
 def is_set_on_object(owner: object, hook: str) -> bool:

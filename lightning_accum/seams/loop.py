@@ -55,7 +55,7 @@ def closes_window(trainer: Trainer) -> bool:
 def opens_window(trainer: Trainer) -> bool:
     """Whether the present micro-batch opens an accumulation window.
 
-    True from ``on_train_batch_start`` to ``on_train_batch_end`` of that micro-batch, and False between micro-batches: the
+    True from ``on_train_batch_start`` to ``on_train_batch_end`` of that micro-batch, and False in between: the
     place for what happens once per window, where ``trainer.global_step % n == 0`` is true in all micro-batches of one.
     `AccumulationMixin.opens_window` is the same for the mixin.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum.gradients import buffers
+from lightning_accum.gradients.norms import clip_by_norm, gradient_norm
 from lightning_accum.gradients.precision import ScaledStep, active_scaler, without_autocast
 from lightning_accum.seams import hooks, loop
 from lightning_accum.step.engine import Engine
@@ -30,7 +31,7 @@ class OptimizerStep:
 
     def __init__(self, engine: Engine, module: LightningModule) -> None:
         self._engine, self._module, self._trainer = engine, module, engine.trainer
-        self.grad_norm: Tensor | None = None  # of the last step, if its gradient was clipped by norm
+        self.grad_norm: Tensor | None = None  # of the last step; None if it had no gradient
 
     def take(self, optimizer: LightningOptimizer, *, in_training_step: bool) -> bool:
         """Step through Lightning's wrapper: unscale, the hooks before the step, the module's own, the clip, the update.
@@ -66,6 +67,8 @@ class OptimizerStep:
             if not buffers.any_gradient(optimizer):
                 return
             clipped.append(optimizer)
+            if not self._clip_tells_norm:
+                self.grad_norm = gradient_norm(trainer, trainer.precision_plugin.main_params(optimizer))
             module.configure_gradient_clipping(
                 optimizer,
                 gradient_clip_val=trainer.gradient_clip_val,
@@ -73,6 +76,14 @@ class OptimizerStep:
             )
 
         return hooks.shadowed(module, "on_before_optimizer_step", own_hook_then_clip)
+
+    @property
+    def _clip_tells_norm(self) -> bool:
+        """Whether the clip computes the norm anyway: a user's own `configure_gradient_clipping` may not."""
+        if hooks.is_overridden(self._module, "configure_gradient_clipping"):
+            return False
+        by_norm = (self._trainer.gradient_clip_algorithm or "norm") == "norm"
+        return by_norm and (self._trainer.gradient_clip_val or 0) > 0
 
     def _follow_scale(self, ratio: Tensor) -> None:
         """Rescale the gradients of windows open for other optimizers: they carry the scale of before."""
@@ -88,6 +99,6 @@ class OptimizerStep:
             return
         parameters = self._trainer.precision_plugin.main_params(optimizer)
         if algorithm.lower() == "norm":
-            self.grad_norm = self._engine.ranks.clip_by_norm(parameters, value)
+            self.grad_norm = clip_by_norm(self._trainer, parameters, value)
         else:
             torch.nn.utils.clip_grad_value_(parameters, value)
