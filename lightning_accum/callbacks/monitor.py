@@ -37,9 +37,9 @@ class AccumulationMonitor(AccumulationCallback):
       and ``accumulation/samples`` are left out if the loader's batch size is unknown;
     - ``accumulation/effective_step``: windows closed so far, this one included;
     - ``accumulation/samples``: samples seen so far, on all ranks;
-    - ``accumulation/loss``: the window's weighted mean loss; ``accumulation/grad_norm``: the norm of its gradient before
-      any clip; ``accumulation/skipped``: 1 if the step moved no weights, else 0. With several optimizers the second
-      one's are ``accumulation/loss-1`` and so on;
+    - ``accumulation/loss``: the window's weighted mean loss; ``accumulation/grad_norm``: the norm of its gradient
+      before any clip; ``accumulation/skipped``: 1 if the step moved no weights, else 0. With several optimizers the
+      second one's are ``accumulation/loss-1`` and so on;
     - ``accumulation/lr``: the learning rate of this step, of the first optimizer's first parameter group; a
       `LearningRateScaler` logs it instead, if there is one.
 
@@ -124,7 +124,7 @@ class AccumulationMonitor(AccumulationCallback):
 
     def _of_window(self, trainer: Trainer, step: EffectiveStep) -> dict[str, float]:
         window = current_window(trainer)
-        shared = {"accumulation/factor": window.factor, "accumulation/effective_step": step.index + 1}
+        shared: dict[str, float] = {"accumulation/factor": window.factor, "accumulation/effective_step": step.index + 1}
         in_window = samples(trainer, window.opened_at, loop.ready_batches(trainer))
         if in_window is not None:
             shared |= {"accumulation/effective_batch_size": in_window, "accumulation/samples": self._samples}

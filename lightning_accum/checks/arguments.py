@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from lightning_accum.gradients.buffers import any_gradient
 from lightning_accum.schedule.validate import positive_int
-from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS
+from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS, MisconfigurationException
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
 
@@ -82,15 +83,38 @@ def check_split(size: object, batch_dim: int) -> None:
         raise ValueError(f"`accumulate_split(batch_dim={batch_dim})`: must be >= 0, counted from the first dimension.")
 
 
+def check_clip(trainer: Trainer, value: object, algorithm: object) -> None:
+    """Raise as Lightning does for a clip of another value or kind than the Trainer's, or of none that exists."""
+    own_value, own_algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    if not isinstance(value, int | float | None) or isinstance(value, bool):
+        raise TypeError(f"`clip_gradients(gradient_clip_val={value!r})`: must be an int, a float or None.")
+    kind = algorithm.lower() if isinstance(algorithm, str) else algorithm
+    if kind not in ("norm", "value", None):
+        raise MisconfigurationException(
+            f"`clip_gradients(gradient_clip_algorithm={algorithm!r})`: accepted are 'norm' and 'value'."
+        )
+    if None not in (value, own_value) and value != own_value:
+        raise MisconfigurationException(
+            f"`clip_gradients(gradient_clip_val={value!r})` and `Trainer(gradient_clip_val={own_value!r})` both set the"
+            " clip. Remove one of them."
+        )
+    if None not in (kind, own_algorithm) and kind != own_algorithm:
+        raise MisconfigurationException(
+            f"`clip_gradients(gradient_clip_algorithm={kind!r})` and"
+            f" `Trainer(gradient_clip_algorithm={str(own_algorithm)!r})` both set the kind of clip. Remove one of them."
+        )
+
+
 def check_no_gradients(optimizer: Optimizer) -> None:
     """Raise if an empty window has gradients: another backward than `accumulate`'s wrote them."""
     if any_gradient(optimizer):
         raise RuntimeError(
             "Found gradients that did not come from `accumulate`: `loss.backward()` or `manual_backward` was called by"
-            " hand. They lack the window's weights and scale. Pass the loss to `self.accumulate(loss)` instead; with"
-            " several losses in one `training_step`, give `more=True` for all but the last. With several ranks there is"
-            " another cause: the loss of another optimizer ran backward through this one's parameters. Compute and"
-            " accumulate it inside `with optimizer.toggle_model():`."
+            " hand. They lack the window's weights and scale. Pass the loss to `self.accumulate(loss)` instead. Of"
+            " several losses in one `training_step` pass the sum: `self.accumulate(loss_1 + loss_2)`; k calls, all but"
+            " the last with `more=True`, are a mean of k losses. With several ranks there is another cause: the loss of"
+            " another optimizer ran backward through this one's parameters. Compute and accumulate it inside `with"
+            " optimizer.toggle_model():`."
         )
 
 

@@ -155,5 +155,8 @@ def has_stepped(call: str) -> RuntimeError:
     """Return the error for a second call for an optimizer that has stepped; ``call``: how it begins."""
     return RuntimeError(
         f"`{call.split('(')[0]}` was called again for an optimizer that has already stepped in this `training_step`."
-        " Give `more=True` to every call of `accumulate` but the last."
+        " Give `more=True` to every call of `accumulate` but the last; k calls for one optimizer then are a mean of k"
+        " losses (`accumulate(k * loss)`, or one call with the sum, where the sum is meant). Several updates in one"
+        " `training_step` are not possible: for an inner loop (PPO, several critic steps) let the loader yield its"
+        " minibatches; for truncated backpropagation through time make one mean of the chunks, or a batch of each."
     )

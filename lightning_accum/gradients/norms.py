@@ -46,7 +46,8 @@ def total_norm(parameters: Iterable[Tensor]) -> Tensor:
     ]
     if not norms:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
+    return total
 
 
 def _whole(norm: Any) -> Tensor:

@@ -234,6 +234,7 @@ def _remember_window(step: ManualStep, window: Accumulator) -> Callable[[], None
 
     def put_back() -> None:
         progress.last_batch = last_batch
+        step.gradient_watch.forget()
         put_back_window()
 
     return put_back

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from lightning_accum.seams import logs, loop
 from lightning_accum.seams.hooks import Hook
 from lightning_accum.seams.roots import MisconfigurationException, rank_zero_warn
+from lightning_accum.step.slips import ScheduleWatch, warn_of_missing_intervals
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -25,6 +26,7 @@ class LRSchedulers:
     def __init__(self) -> None:
         self._monitored: dict[int, LRSchedulerConfig] = {}  # by the scheduler's id: those that follow a metric
         self._awaiting_metric: list[LRSchedulerConfig] = []
+        self.watch = ScheduleWatch()
 
     def recording(self, configure_optimizers: Hook) -> Hook:
         """Wrap ``configure_optimizers``: monitors are noted here and kept from Lightning, which would drop them."""
@@ -33,6 +35,7 @@ class LRSchedulers:
             configured = configure_optimizers()
             if configured is None:
                 return None
+            warn_of_missing_intervals(configured)
             optimizers, configs = loop.parse_optimizers(configured)
             self._monitored = {id(config.scheduler): config for config in configs if config.reduce_on_plateau}
             return optimizers, [loop.without_monitor(config) for config in configs]
@@ -47,7 +50,7 @@ class LRSchedulers:
             if id(config.scheduler) in self._monitored:
                 self._awaiting_metric.append(config)  # the step's metrics are logged after it
             else:
-                module.lr_scheduler_step(config.scheduler, None)
+                self._advance(module, config, None)
 
     def after_batch(self, trainer: Trainer, module: LightningModule, *, validates: bool) -> None:
         """Step the schedulers that waited for a metric of the micro-batch that closed the window.
@@ -74,13 +77,18 @@ class LRSchedulers:
             if with_metric:
                 self._step_with_metric(trainer, module, config)
             else:
-                module.lr_scheduler_step(config.scheduler, None)
+                self._advance(module, config, None)
+
+    def _advance(self, module: LightningModule, config: LRSchedulerConfig, metric: object) -> None:
+        self.watch.check(config)
+        module.lr_scheduler_step(config.scheduler, metric)
+        self.watch.note(config.scheduler)
 
     def _step_with_metric(self, trainer: Trainer, module: LightningModule, config: LRSchedulerConfig) -> None:
         monitor = self._monitor(config)
         metric = trainer.callback_metrics.get(monitor)
         if metric is not None:
-            module.lr_scheduler_step(config.scheduler, metric)
+            self._advance(module, config, metric)
             return
         message = (
             f"{type(config.scheduler).__name__} follows the metric {monitor!r}, which has not been logged."

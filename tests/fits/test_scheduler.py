@@ -265,7 +265,7 @@ def test_a_closed_window_is_told_after_the_weights_have_moved(first: bool) -> No
     assert [step.loss.item() for step in reports.steps] == [1.5, 4.5]  # means of 0..3 and of 4, 5
     assert [step.weight for step in reports.steps] == [4.0, 2.0]
     assert [step.micro_batches for step in reports.steps] == [4, 2]
-    assert [step.grad_norm for step in reports.steps] == [None, None]
+    assert [step.grad_norm for step in reports.steps] == [1.0, 1.0]
     assert reports.weights == [-1.0, -2.0]
 
 
