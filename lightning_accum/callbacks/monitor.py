@@ -80,20 +80,16 @@ class AccumulationMonitor(AccumulationCallback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_index = -1
-        if loop.skips_epoch_start(trainer):
-            self._epoch_losses = {}
         if self.prog_bar and trainer.progress_bar_callback is not None:
             show_in_bar(trainer.progress_bar_callback)
         _show_plan(trainer)
 
     @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._epoch_losses = {}
-
-    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # Not in `on_effective_step_end`: a checkpoint may be saved earlier, and a window of weight 0 is not reported.
         place = [trainer.current_epoch, batch_idx]
+        if self._place is not None and self._place[0] != place[0]:
+            self._epoch_losses = {}  # not where an epoch starts: a fit that resumes at one's end skips that hook
         if place != self._place:  # a fit that resumes after an error may repeat its last micro-batch
             self._samples += samples(trainer, batch_idx, batch_idx + 1) or 0
             self._place = place
