@@ -139,14 +139,16 @@ class OrderWatch:
     def check(self, loss: Tensor) -> None:
         """Warn if a loss sees weights that have moved in this micro-batch."""
         if self._moved and not self._windows and (self._ran or any(leaf in self._moved for leaf in _leaves(loss))):
-            self._windows += 1
+            self._windows += 1  # one warning
             advice.warn_of_order()
 
     def end(self) -> None:
         """``training_step`` has ended."""
+        if not self._moved:
+            return
         while self._handles:
             self._handles.pop().remove()
-        self._windows += bool(self._moved)
+        self._windows += 1
         self._moved, self._ran = set(), []
 
 
