@@ -10,7 +10,7 @@ from lightning_accum.mixin import AccumulationMixin
 from lightning_accum.schedule.plan import AccumulationPlan
 from lightning_accum.schedule.resolve import accumulation_plan, estimated_stepping_batches
 from lightning_accum.scheduler import AccumulationScheduler
-from lightning_accum.seams.loop import opens_window
+from lightning_accum.seams.window_length import opens_window
 
 __version__ = "0.1.0"
 

@@ -21,6 +21,7 @@ from lightning_accum.seams.roots import (
     LightningModule,
     MisconfigurationException,
 )
+from lightning_accum.seams.window_length import opens_window
 from lightning_accum.split import retry
 from lightning_accum.step.manual_fit import ModuleState
 
@@ -127,7 +128,7 @@ class AccumulationMixin(_Module):
     def opens_window(self) -> bool:
         """Whether the present micro-batch opens an accumulation window; False outside of a fit."""
         step = self._accumulation.step
-        return step is not None and loop.opens_window(step.trainer)
+        return step is not None and opens_window(step.trainer)
 
     @_uncompiled
     def accumulate(
@@ -163,7 +164,7 @@ class AccumulationMixin(_Module):
         """
         step = self._accumulation.step
         if step is None:
-            raise refusals.outside_training_step("accumulate(loss")
+            raise refusals.outside_training_step("accumulate(loss", self)
         return step.accumulate(loss, weight, optimizer, more=more)
 
     @_uncompiled
@@ -205,7 +206,7 @@ class AccumulationMixin(_Module):
         """
         step = self._accumulation.step
         if step is None:
-            raise refusals.outside_training_step("accumulate_split(batch, loss_fn")
+            raise refusals.outside_training_step("accumulate_split(batch, loss_fn", self)
         split = retry.SplitBatch(batch, loss_fn, batch_dim, getattr(self, "slice_micro_batch", None))
         return retry.accumulate_split(step, optimizer, split, micro_batch_size)
 

@@ -38,7 +38,7 @@ def warn_of_short_epochs(trainer: Trainer, schedule: Schedule, partial_window: P
     if partial_window == "carry" or not schedule.largest_factor > batches > 0:
         return
     end = "steps with the mean over what it holds" if partial_window == "average" else "is dropped, without a step"
-    rank_zero_warn(
+    advise(
         f"The accumulation factor {schedule.largest_factor} is larger than an epoch, which has {batches}"
         f" micro-batch(es): each window ends with its epoch and {end}."
     )
@@ -54,11 +54,11 @@ def warn_of_batch_norm(trainer: Trainer, module: LightningModule, schedule: Sche
     if layer is None or schedule.largest_factor == 1:
         return
     on_one_rank = trainer.world_size > 1 and not isinstance(layer, SyncBatchNorm)
-    rank_zero_warn(
+    advise(
         f"BatchNorm sees micro-batches{' of one rank' if on_one_rank else ''}: {name!r} normalises by the statistics of"
         " each micro-batch and updates its running statistics each time, so the update differs from that of one large"
-        " batch. Use GroupNorm or LayerNorm for the same update with every factor"
-        f"{', or `Trainer(sync_batchnorm=True)` for any number of ranks' if on_one_rank else ''}."
+        " batch. To get that update, replace it by GroupNorm or LayerNorm"
+        f"{', or use `Trainer(sync_batchnorm=True)` for any number of ranks' if on_one_rank else ''}."
     )
 
 
@@ -76,7 +76,7 @@ def warn_of_rounded_sizes(trainer: Trainer, schedule: Schedule) -> None:
     rounded = [(size, factor * per_factor) for size, factor in pairs if size not in (1, factor * per_factor)]
     if rounded and per_factor:
         asked, reached = (join_first(map(str, n), len(n), " then ") for n in zip(*rounded, strict=True))
-        rank_zero_warn(
+        advise(
             f"`effective_batch_size`: {asked} samples are not a multiple of {per_factor} (micro-batch x ranks). The"
             f" next larger size is used: {reached}."
         )
@@ -94,10 +94,12 @@ def unequal_micro_batches(trainer: Trainer, schedule: Schedule, partial_window: 
     shares = any(_shares_window(int(batches), n, schedule, partial_window) for n in schedule.factors)
     if in_last == size or not shares:
         return None
-    return (
+    weights = "`AccumulationScheduler(..., weight_fn=lambda batch: len(batch[0]))`"
+    if not trainer.lightning_module.automatic_optimization:
+        weights = f"`self.accumulate(loss, weight=len(batch[0]))`, or {weights}"
+    return silenceable(
         f"The loader's last micro-batch is smaller (samples: {in_last}, the others {size}), but has the same weight in"
-        " its window as the others. Give each micro-batch its weight with `AccumulationScheduler(..., weight_fn=...)`,"
-        " or `accumulate(loss, weight=...)` under AccumulationMixin; or leave the last one out with"
+        f" its window as the others. Give each micro-batch its weight: {weights}; or leave the last one out with"
         " `DataLoader(drop_last=True)`."
     )
 
@@ -114,7 +116,7 @@ def warn_of_low_precision(optimizers: list[Optimizer], schedule: Schedule, in_fl
     """Warn about long sums in bf16 or fp16, which lose contributions that are small against the sum."""
     dtypes = {p.dtype for optimizer in optimizers for p in parameters(optimizer) if p.dtype in LOW_PRECISION}
     if dtypes and schedule.largest_factor >= _LONG_SUM and not in_float32:
-        rank_zero_warn(
+        advise(
             f"Windows of {schedule.largest_factor} micro-batches are summed in {', '.join(map(str, dtypes))}, which"
             " loses small contributions. `AccumulationScheduler(..., accumulate_in_float32=True)` sums in float32."
         )
@@ -147,7 +149,7 @@ def warn_of_lost_gradients(reason: str | None) -> None:
 def warn_of_plain_loader(trainer: Trainer) -> None:
     """Warn if the fit resumes inside an epoch with a loader that cannot."""
     if loop.resumes_inside_epoch(trainer) and not loop.loader_is_resumable(trainer):
-        rank_zero_warn(
+        advise(
             f"The fit resumes after {loop.ready_batches(trainer)} micro-batches of an epoch, but its loader starts"
             " over: some micro-batches are repeated and others are skipped. Everything else resumes exactly. Give the"
             " loader `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader has, or save at an epoch's"
@@ -164,79 +166,12 @@ def warn_failed_backward(micro_batches: int) -> None:
     )
 
 
-def warn_of_lost_losses(by_hand: bool) -> None:
-    """Warn about a ``training_step`` that does not accumulate; ``by_hand``: it steps its optimizers itself."""
-    rank_zero_warn(
-        "`training_step` never called `self.accumulate(loss)` and steps its optimizer by hand: nothing is accumulated,"
-        " and no effective step is counted. Call `self.accumulate(loss)` instead of `manual_backward`, `step` and"
-        " `zero_grad`; or leave AccumulationMixin out."
-        if by_hand
-        else "`training_step` returned a loss and never called `self.accumulate(loss)`: under AccumulationMixin"
-        " nothing is learned from it. Call it; to contribute nothing return None."
-    )
+def advise(message: str) -> None:
+    """Warn about what may be meant, and say how to silence the warning."""
+    rank_zero_warn(silenceable(message))
 
 
-# What a hand-written loop leaves behind
-
-
-def warn_of_clip_by_hand() -> None:
-    """Warn about a clip of a window that is not complete."""
-    _advise(
-        "`self.clip_gradients(...)` was called by hand: it clips what the window holds so far, or nothing after the"
-        " step, and not the window's gradient. Remove the call. `Trainer(gradient_clip_val=...)` clips once per window,"
-        " and so does `clip_gradients` in `configure_gradient_clipping`."
-    )
-
-
-def warn_of_changed_gradients() -> None:
-    """Warn about gradients that are changed in place inside a window."""
-    _advise(
-        "Gradients changed in place inside an accumulation window: a clip by hand (`torch.nn.utils.clip_grad_norm_`),"
-        " or a hook, changes the sum so far and not the window's gradient. Clip with `Trainer(gradient_clip_val=...)`,"
-        " once per window; change gradients in `on_before_optimizer_step(optimizer)`."
-    )
-
-
-def warn_of_hand_scheduling(name: str, interval: str) -> None:
-    """Warn about an LR scheduler that both the mixin and the user step."""
-    unit = "effective step" if interval == "step" else "epoch"
-    _advise(
-        f"`{name}.step()` was called by hand for an LR scheduler that AccumulationMixin steps once per {unit}: it"
-        " advances twice. Remove the call, and choose by `interval` ('step' for effective steps, or 'epoch') in the"
-        " scheduler's dict of `configure_optimizers`."
-    )
-
-
-def warn_of_missing_interval(names: str) -> None:
-    """Warn about LR schedulers without an interval."""
-    _advise(
-        f"`configure_optimizers` gives {names} no `interval`: AccumulationMixin steps it once per epoch, as Lightning"
-        " does in automatic optimization. For one step per update, as most loops by hand make, write"
-        ' `{"scheduler": scheduler, "interval": "step"}`; "epoch" keeps it as it is.'
-    )
-
-
-def warn_of_unused_hook(class_name: str, hook: str) -> None:
-    """Warn about a hook that is never called in manual optimization."""
-    instead = (
-        "Put what it does before the step into `on_before_optimizer_step(optimizer)`, a warm-up into an LR scheduler"
-        " with `interval='step'`, and what follows the step into `on_effective_step_end(step)`."
-        if hook == "optimizer_step"
-        else "`accumulate` zeroes the gradients when the window closes, after `on_before_zero_grad(optimizer)`."
-    )
-    _advise(f"`{class_name}.{hook}` is never called: AccumulationMixin steps in manual optimization. {instead}")
-
-
-def warn_of_order() -> None:
-    """Warn about a loss that sees what another optimizer has stepped in the same micro-batch."""
-    _advise(
-        "An optimizer stepped, and then another one's loss of the same micro-batch used the weights that had moved; the"
-        " window's other micro-batches used those from before. Give `more=True` to the first one's last `accumulate`:"
-        " its window then closes when `training_step` ends."
-    )
-
-
-def _advise(message: str) -> None:
-    """Warn, and say how to silence the warning: by its first words."""
+def silenceable(message: str) -> str:
+    """Return a warning with the filter that silences it, by its first words."""
     words = " ".join(re.split(r"[^\w\s`.,'-]", message)[0].split()[:4])
-    rank_zero_warn(f'{message} To silence this: `warnings.filterwarnings("ignore", "{words}")`.')
+    return f'{message} To silence this: `warnings.filterwarnings("ignore", "{words}")`.'

@@ -22,11 +22,16 @@ from lightning_accum.seams.roots import (
 from lightning_accum.seams.window_length import WindowLength
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 Saved = dict[str, Any]  # a checkpoint, or what Lightning reads as a dict
+
+
+def is_attached(module: LightningModule) -> bool:
+    """Whether a module has a Trainer. Fact: a module inside another one gets that one's; asking without one raises."""
+    return module._trainer is not None
 
 
 def callbacks(trainer: Trainer) -> list[Callback]:
@@ -50,34 +55,6 @@ def closes_window(trainer: Trainer) -> bool:
     if isinstance(window, WindowLength) and not window.ends_with_epoch:
         return trainer.fit_loop.epoch_loop._accumulated_batches_reached()
     return not trainer.fit_loop._should_accumulate()
-
-
-def opens_window(trainer: Trainer) -> bool:
-    """Whether the present micro-batch opens an accumulation window.
-
-    True from ``on_train_batch_start`` to ``on_train_batch_end`` of that micro-batch, and False in between: the
-    place for what happens once per window, where ``trainer.global_step % n == 0`` is true in all micro-batches of one.
-    `AccumulationMixin.opens_window` is the same for the mixin.
-
-    Args:
-        trainer: the Trainer of the fit; one without an AccumulationScheduler is fine.
-
-    Example:
-        >>> import lightning as L
-        >>> class NewNoise(L.Callback):
-        ...     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        ...         if opens_window(trainer):
-        ...             pl_module.noise.normal_()
-        >>> opens_window(L.Trainer(barebones=True))
-        False
-    """
-    progress, window = trainer.fit_loop.epoch_loop.batch_progress.current, trainer.accumulate_grad_batches
-    if progress.ready <= progress.completed:
-        return False
-    place = progress.ready - 1
-    if isinstance(window, WindowLength):  # callbacks before the scheduler see the last window, which has ended
-        return place == window.opened_at or place >= window.end
-    return place % window == 0
 
 
 def skips_backward(trainer: Trainer) -> bool:

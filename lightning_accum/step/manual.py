@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum import effective_step
-from lightning_accum.checks import advice, arguments, refusals
+from lightning_accum.checks import arguments, by_hand, refusals
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, trainable, weighs_nothing, witness
 from lightning_accum.gradients.precision import LOW_PRECISION, real_divisor
@@ -104,6 +104,7 @@ class ManualStep:
     ) -> EffectiveStep | None:
         """Add one contribution to an optimizer's window; step if it is the last one."""
         window, micro_batch = self.open_window("accumulate(loss", optimizer)
+        arguments.check_more(more)
         last = micro_batch.closes and not more
         if loss is not None and micro_batch.learns:
             arguments.check_loss(loss)
@@ -244,5 +245,5 @@ class ManualStep:
 
     def _warn_if_never_called(self, output: object) -> None:
         if output is not None and not self.calls:
-            advice.warn_of_lost_losses(by_hand=self.guard.steps_by_hand > 0)
+            by_hand.warn_of_lost_losses(by_hand=self.guard.steps_by_hand > 0)
             self.calls += 1  # warned once

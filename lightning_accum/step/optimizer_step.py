@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_accum.checks.advice import warn_of_clip_by_hand
 from lightning_accum.checks.arguments import check_clip
+from lightning_accum.checks.by_hand import warn_of_clip_by_hand
 from lightning_accum.gradients import buffers
 from lightning_accum.gradients.norms import clip_by_norm, gradient_norm
 from lightning_accum.gradients.precision import ScaledStep, active_scaler, without_autocast

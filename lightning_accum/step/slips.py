@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
-from lightning_accum.checks import advice, arguments
+from lightning_accum.checks import arguments, by_hand
 from lightning_accum.gradients.buffers import parameters
 from lightning_accum.seams import hooks
 
@@ -24,14 +24,14 @@ def warn_of_unused_hooks(module: LightningModule) -> None:
     """Warn about hooks that Lightning calls in automatic optimization only."""
     for hook in ("optimizer_step", "optimizer_zero_grad"):
         if hooks.is_overridden(module, hook):
-            advice.warn_of_unused_hook(type(module).__name__, hook)
+            by_hand.warn_of_unused_hook(type(module).__name__, hook)
 
 
 def warn_of_missing_intervals(configured: object) -> None:
     """Warn about LR schedulers without an ``interval``, which a hand-written loop steps where it likes."""
     names = [type(scheduler).__name__ for scheduler in _without_interval(configured)]
     if names:
-        advice.warn_of_missing_interval(", ".join(dict.fromkeys(names)))
+        by_hand.warn_of_missing_interval(", ".join(dict.fromkeys(names)))
 
 
 def _without_interval(configured: object) -> Iterator[object]:
@@ -72,7 +72,7 @@ class ScheduleWatch:
                 return
             if left_at.get(scheduler, scheduler.last_epoch) != scheduler.last_epoch:
                 self._left_at = None
-                advice.warn_of_hand_scheduling(type(scheduler).__name__, config.interval)
+                by_hand.warn_of_hand_scheduling(type(scheduler).__name__, config.interval)
 
 
 class GradientWatch:
@@ -100,7 +100,7 @@ class GradientWatch:
         self._seen.add(index)
         if not any(gradient.count_nonzero() for gradient, _ in noted):
             raise arguments.gradients_are_gone()
-        advice.warn_of_changed_gradients()
+        by_hand.warn_of_changed_gradients()
 
     def forget(self) -> None:
         """Begin anew: what has changed them was no slip."""
@@ -140,7 +140,7 @@ class OrderWatch:
         """Warn if a loss sees weights that have moved in this micro-batch."""
         if self._moved and not self._windows and (self._ran or any(leaf in self._moved for leaf in _leaves(loss))):
             self._windows += 1  # one warning
-            advice.warn_of_order()
+            by_hand.warn_of_order()
 
     def end(self) -> None:
         """``training_step`` has ended."""

@@ -171,7 +171,7 @@ def test_one_line_at_fit_start_says_the_arithmetic(door: type[Toy], caplog: pyte
     lines = [record.message for record in caplog.records if "Gradient accumulation" in record.message]
     assert lines == [
         "Gradient accumulation: factor 1 from epoch 0, 4 from epoch 5."
-        " Effective batch size: micro-batch 1 x factor x 1 rank(s) = 1 then 4 samples."
+        " Effective batch size (factor x 1 samples): 1 from epoch 0, 4 from epoch 5."
     ]
 
 
