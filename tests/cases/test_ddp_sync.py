@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
 
-from lightning_accum import AccumulationScheduler
+from lightning_accum import AccumulationMonitor, AccumulationScheduler
 
 
 class Line(Ranked):
