@@ -11,11 +11,10 @@ from typing_extensions import override
 from lightning_accum.checks import advice, refusals
 from lightning_accum.checks.arguments import check_weight_fn
 from lightning_accum.gradients.window import WindowGradients
-from lightning_accum.schedule import resolve
 from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown, requested
 from lightning_accum.seams import hooks, loop, restart
 from lightning_accum.seams.flags import TrainerFlags
-from lightning_accum.seams.roots import SIGTERM_EXCEPTIONS, Callback, rank_zero_info
+from lightning_accum.seams.roots import SIGTERM_EXCEPTIONS, Callback
 from lightning_accum.step import resume
 from lightning_accum.step.doors import choose_door
 from lightning_accum.step.engine import Door, Engine, Options
@@ -114,7 +113,7 @@ class AccumulationScheduler(Callback):
         if stage != "fit":
             return
         if self.is_attached and not self.flags.are_hidden:
-            self._detach(trainer)  # left over from a fit of another module that failed
+            loop.remove_callback(trainer, self)  # left over from a fit of another module that failed
             return
         refusals.refuse_strategy(trainer)
         refusals.refuse_sync_each_under_offload(trainer, self.sync_each_micro_batch)
@@ -142,21 +141,19 @@ class AccumulationScheduler(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         state = self._restore(trainer)
-        self._engine.guard_open_window()
         self._door.start()
         resume.finish_batch_after_start(self._engine, self._door, state)
         refusals.refuse_unequal_loaders(trainer)
         schedule = self._placement.schedule
         advice.warn_at_start(trainer, pl_module, schedule, self.partial_window)
         self._engine.unweighted_warning = advice.unequal_micro_batches(trainer, schedule, self.partial_window) or ""
-        rank_zero_info(resolve.arithmetic(trainer, schedule))
+        advice.log_arithmetic(trainer, schedule)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._door.begin_epoch()
         if self._placement.follow_loader(trainer):  # `reload_dataloaders_every_n_epochs`
-            advice.warn_of_rounded_sizes(trainer, self._placement.schedule)
-            rank_zero_info(resolve.arithmetic(trainer, self._placement.schedule))
+            advice.warn_of_other_factors(trainer, self._placement.schedule)
         self._placement.begin_epoch(trainer)
 
     @override
@@ -203,7 +200,7 @@ class AccumulationScheduler(Callback):
         self._door = Door()
         self.gradients.end()
         if self.is_attached:
-            self._detach(trainer)
+            loop.remove_callback(trainer, self)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -236,14 +233,10 @@ class AccumulationScheduler(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        kept = self._door.before_save()
         why_not = None if self.save_gradients else "`save_gradients=False`"
         if why_not is None and self._has_failed and trainer.world_size > 1:
             why_not = "one rank may have failed alone"
-        if checkpoints.batch_is_done(trainer, self.progress):
-            loop.enter_batch_as_done(checkpoint)
-        restart.keep_validation(trainer, checkpoint)
-        kept |= checkpoints.unfinished(trainer, self.progress)
+        kept = self._door.before_save() | checkpoints.enter_batch(trainer, self.progress, checkpoint)
         kept |= checkpoints.snapshot(trainer, self.progress, self.gradients, why_not)
         checkpoint["callbacks"][self.state_key] |= kept
 
@@ -255,6 +248,3 @@ class AccumulationScheduler(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = checkpoints.upgrade(state_dict)
         self.progress.load_state_dict(self._restored)  # now, for a fit that has no epoch left
-
-    def _detach(self, trainer: Trainer) -> None:
-        loop.set_callbacks(trainer, [callback for callback in loop.callbacks(trainer) if callback is not self])
