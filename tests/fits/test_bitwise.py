@@ -40,9 +40,7 @@ WINDOWS, PAIR_WINDOWS = (2000, 2000) if NIGHTLY else (120, 60)
 BOTH = pytest.mark.parametrize("door", [CALLBACK, MIXIN])
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")
-# torch's own, said once in a process, by whatever backward comes first
-NO_CONTEXT = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA, NO_CONTEXT])
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])
 
 
 @pytest.fixture(params=["cpu", CUDA], name="device", scope="module")
