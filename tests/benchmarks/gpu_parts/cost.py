@@ -161,8 +161,8 @@ SUMS: dict[str, type[Sum]] = {"numbers": Sum, "where": Where, "cached zero": Cac
 def sums(session: Session) -> None:
     """The one thing that was left to a GPU: what tensor weights cost at 100 and at 1,000 parameters."""
     for count in (100, 1000) if session.on_gpu else (10, 100):
-        for side in (16, 256):
-            _compare_sums(session, count, side if session.on_gpu else 4)
+        for side in (16, 256) if session.on_gpu else (4,):
+            _compare_sums(session, count, side)
 
 
 def _compare_sums(session: Session, count: int, side: int) -> None:

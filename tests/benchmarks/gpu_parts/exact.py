@@ -98,7 +98,7 @@ def tests(session: Session) -> None:
     """The tests that need a GPU, in a process of their own; on the CPU they are only collected."""
     command = [PYTHON, "-m", "pytest", *TESTS, "-m", "gpu", "-q", "-p", "no:cacheprovider", "--tb=short"]
     command += ["-s"] if session.on_gpu else ["--collect-only"]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=85, check=False)
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=85 * session.patience, check=False)
     (session.out / "pytest.txt").write_text(done.stdout + done.stderr)
     summary = (done.stdout.strip().splitlines() or [done.stderr[-200:]])[-1]
     session.check(done.returncode == 0, "tests", summary)

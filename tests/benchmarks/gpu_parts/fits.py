@@ -107,7 +107,7 @@ def two_ranks(session: Session) -> None:
             )
         )
     try:
-        printed = [child.communicate(timeout=60)[0] for child in children]
+        printed = [child.communicate(timeout=40 * session.patience)[0] for child in children]
     finally:
         for child in children:
             child.kill()

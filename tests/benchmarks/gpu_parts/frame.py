@@ -41,6 +41,11 @@ class Session:
         return self.device == "cuda"
 
     @property
+    def patience(self) -> int:
+        """By how much limits are longer on a CPU, where nobody waits and a loaded machine may be slow."""
+        return 1 if self.on_gpu else 10
+
+    @property
     def flags(self) -> dict[str, Any]:
         """The Trainer's, for one device."""
         return {"accelerator": "gpu" if self.on_gpu else "cpu", "devices": 1}
@@ -62,17 +67,18 @@ class Session:
     def count(self, state: State) -> int:
         return sum(line[0] == state for line in self.lines)
 
-    def run(self, name: str, limit: int, part: Callable[[Session], None]) -> None:
+    def run(self, name: str, limit: float, part: Callable[[Session], None]) -> None:
         """Run a part within its time, whatever becomes of it."""
         start = perf_counter()
         left = self._end - start
         if left < 1:
             return self.say("INFO", name, "not run: no time left")
+        seconds = min(limit * self.patience, left)
         try:
-            with _alarm(min(limit, left)):
+            with _alarm(seconds):
                 part(self)
         except OutOfTime:
-            self.say("INFO", name, f"stopped: its {min(limit, left):.0f} s were up")
+            self.say("INFO", name, f"stopped: its {seconds:.0f} s were up")
         except Exception:
             self.say("FAIL", name, traceback.format_exc(limit=-4))
         self.clean_up()
