@@ -98,6 +98,7 @@ RUN_ON_A_CPU = [
 def test_the_gpu_session_passes_on_a_cpu_what_can_run_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which it adds
     run(monkeypatch, "gpu_session.py", "--device", "cpu", "--out", str(tmp_path), "--seconds", "3600")
     lines = json.loads((tmp_path / "gpu_session.json").read_text())
     assert [line for line in lines if line[0] == "FAIL"] == []
