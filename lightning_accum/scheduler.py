@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.checks import advice, refusals
 from lightning_accum.checks.arguments import check_weight_fn
-from lightning_accum.gradients.buffers import WindowGradients
+from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule import resolve
 from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown, requested
 from lightning_accum.seams import hooks, loop
@@ -122,6 +121,7 @@ class AccumulationScheduler(Callback):
         self.progress.load_state_dict(new_state(trainer))  # stays, if no epoch is left
         options = Options(self.weight_fn, self.partial_window, self.save_gradients, self.sync_each_micro_batch)
         self._engine = Engine(trainer, pl_module, options, self.progress, self.gradients, self.flags)
+        self._engine.scheduler = self
         self._door = choose_door(self._engine, pl_module)
         self._placement.begin_fit(trainer, pl_module)
 
@@ -166,14 +166,6 @@ class AccumulationScheduler(Callback):
         self._door.begin_batch(batch)
 
     @override
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._door.before_backward(loss)
-
-    @override
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._door.after_backward()
-
-    @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._door.before_optimizer_step(optimizer)
 
@@ -214,6 +206,7 @@ class AccumulationScheduler(Callback):
         self._door.release()
         hooks.unshadow_all(module, "on_validation_model_zero_grad", "configure_optimizers")
         hooks.unshadow_all(trainer.strategy, "backward", "block_backward_sync")
+        hooks.unshadow_all(trainer.precision_plugin, "backward")
 
     # Checkpoints
 

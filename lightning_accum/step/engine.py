@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum.checks import advice
-from lightning_accum.checks.arguments import as_weight, gradients_are_gone
+from lightning_accum.checks.arguments import as_weight, refuse_lost_gradients
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients.buffers import Weight, WindowGradients, any_gradient
+from lightning_accum.gradients.buffers import Weight, witness
 from lightning_accum.gradients.distributed import Ranks
+from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule.factors import PartialWindow, Schedule
 from lightning_accum.seams import hooks
 from lightning_accum.seams.flags import TrainerFlags
@@ -27,7 +28,7 @@ from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution, Totals
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Engine:
         self.trainer, self.module, self.options, self.progress = trainer, module, options, progress
         self.gradients, self.flags = gradients, flags
         self.ranks = Ranks(trainer, module, sync_each=options.sync_each_micro_batch)
+        self.scheduler: Callback | None = None  # whose hooks drive the fit
         self.batch = 0  # the present micro-batch, counted over the whole training from 1
         self.unweighted_warning = ""  # to be given when a micro-batch without a weight arrives
 
@@ -85,16 +87,15 @@ class Engine:
         if window.phase is Phase.BACKWARD:
             self._drop_failed(window)
         optimizer = self.trainer.optimizers[window.index]
-        if window.has_gradients and not any_gradient(optimizer):
-            raise gradients_are_gone()
+        if window.witness is not None and window.witness.grad is None:
+            refuse_lost_gradients(window.witness, optimizer)
         self.gradients.mask(optimizer, contribution.weight)
         return window.begin_backward(contribution, length, divided_by)
 
     def end_backward(self, window: Accumulator, *, synced: bool) -> None:
         """Count the announced contribution; its gradient is in ``.grad``."""
         self.gradients.unmask()
-        has_gradients = any_gradient(self.trainer.optimizers[window.index])
-        window.end_backward(has_gradients=has_gradients, has_synced=synced)
+        window.end_backward(witness(self.trainer.optimizers[window.index], window.witness), has_synced=synced)
         self.progress.last_batch = self.batch
 
     def begin_step(
@@ -180,12 +181,6 @@ class Door:
 
     def begin_batch(self, batch: object) -> None:
         """A micro-batch begins."""
-
-    def before_backward(self, loss: Tensor) -> None:
-        """A backward begins."""
-
-    def after_backward(self) -> None:
-        """A backward has ended."""
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Gradients are unscaled, and not clipped yet."""

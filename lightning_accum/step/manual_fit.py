@@ -73,7 +73,7 @@ class ManualDoor(Door):
     @override
     def end_batch(self) -> None:
         if self._engine.progress.closed_batch == self._engine.batch:
-            self._lr_schedulers.after_batch(self._trainer, self._module, validates=loop.validates_now(self._trainer))
+            self._lr_schedulers.after_batch(self._trainer, self._module, validates=True)
             self._engine.ranks.broadcast_buffers_again()
 
     @override
