@@ -90,9 +90,8 @@ def test_16_mixed_is_bitwise_the_raw_loop(recipe: Recipe, door: str, device: str
     recipe = replace(recipe, device=device)
     expected = by_hand(recipe)
     grown, skipped = scale_moves(expected)
-    blocks, rest = divmod(WINDOWS, 60)  # see `make_data`
-    assert skipped == 3 * blocks + sum(window < rest for window in (7, 30, 31))
-    assert grown >= 2 * blocks
+    assert skipped >= 3 * (WINDOWS // 120)  # see `make_data`
+    assert grown >= 4 * (WINDOWS // 120)
     assert differences(fit_history(recipe, door, data(recipe)), expected) == []
 
 
@@ -110,12 +109,14 @@ def test_other_precisions_are_bitwise_the_raw_loop(recipe: Recipe, door: str, de
 def test_a_short_last_window_is_bitwise_the_mean_over_what_it_holds(
     door: str, rest: int, sized: bool, device: str
 ) -> None:
-    """Without a length, 3 of 4 are divided by 4 and then by 3/4: right to rounding, and not here."""
-    recipe, epochs = Recipe("adamw", "norm", device=device), 10
-    batches = make_data(8, 4)[:-4] + make_data(1, rest)  # an overflow in the last window but one
-    batches[-1][1][:] = batches[-1][1].clamp(-9, 9)
+    """Without a length, losses are divided by 4, and the sum then by rest / 4.
+
+    That is exact if the quotient is a power of two, and while the scale keeps fp16 gradients from being subnormal.
+    """
+    recipe, epochs = Recipe("adamw", "norm", device=device), 4
+    batches = make_data(24, 4) + make_data(1, rest)  # long enough for the scale to recover from the overflow
     windows = in_windows(batches, recipe.factor)
-    assert [len(window) for window in windows] == [*7 * [4], rest]
+    assert [len(window) for window in windows] == [*24 * [4], rest]
     expected = RawLoop(recipe).train(windows * epochs)
     assert differences(fit_history(recipe, door, batches, sized=sized, max_epochs=epochs), expected) == []
 
@@ -273,7 +274,7 @@ def pair_by_hand(
 
 
 def pair_batches() -> list[Any]:
-    """The second network overflows in other windows than the first: 15, 38, 39 of 60 instead of 7, 30, 31."""
+    """The second network overflows in other windows than the first: 15, 58, 59 instead of 7, 50, 51."""
     firsts = make_data(PAIR_WINDOWS, 4)
     seconds = [y for _, y in firsts[-32:] + firsts[:-32]]
     return [(x, y, other) for (x, y), other in zip(firsts, seconds, strict=True)]
@@ -288,7 +289,7 @@ def test_two_optimizers_are_bitwise_a_raw_loop_whose_sums_carry_no_scale(
     expected = pair_by_hand(recipe, batches, Unscaled, backwards_first)
     grown, skipped = scale_moves(expected)
     assert grown >= 2
-    assert skipped >= 6 * (PAIR_WINDOWS // 60) - 2  # one optimizer's overflow may meet the other's growth
+    assert skipped >= 6 * -(-PAIR_WINDOWS // 120) - 2  # one optimizer's overflow may meet the other's growth
     module = Pair(recipe, backwards_first)
     make_trainer(accumulate_grad_batches=recipe.factor, **recipe.flags).fit(module, as_given(batches))
     assert differences(module.history, expected) == []

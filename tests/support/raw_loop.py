@@ -77,14 +77,17 @@ def loss_of(net: nn.Module, batch: Sequence[Any]) -> Tensor:
 
 
 def make_data(windows: int, factor: int) -> list[tuple[Tensor, Tensor]]:
-    """Micro-batches; in each 60 windows one overflows in its middle, one in its first, one in its last micro-batch."""
+    """Micro-batches; in each 120 windows three overflow: in their middle, first and last micro-batch.
+
+    The scale grows more often than it falls, up to where gradients overflow by themselves.
+    """
     generator = torch.Generator().manual_seed(0)
     batches = [
         (torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator))
         for _ in range(windows * factor)
     ]
-    for start in range(0, windows, 60):
-        for window, place in ((7, factor // 2), (30, 0), (31, factor - 1)):
+    for start in range(0, windows, 120):
+        for window, place in ((7, factor // 2), (50, 0), (51, factor - 1)):
             if start + window < windows:
                 batches[(start + window) * factor + place][1].mul_(1e30)
     return batches

@@ -55,7 +55,7 @@ def bitwise_other(session: Session) -> None:
 
 
 def _bitwise(session: Session, recipe: Recipe, how: str = "") -> None:
-    windows = 240 if session.on_gpu else 32
+    windows = 240 if session.on_gpu else 60
     batches = _finite(make_data(windows, recipe.factor), recipe)
     by_hand = RawLoop(recipe).train(in_windows(batches, recipe.factor))
     grown, skipped = scale_moves(by_hand)
