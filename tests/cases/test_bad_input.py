@@ -98,7 +98,7 @@ def test_a19_a_training_steps_bad_argument_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("total", [float("nan"), -1.0, float("inf")])
 def test_a19_device_weights_that_were_not_read_are_checked_where_their_sum_is(total: float) -> None:
-    with pytest.raises(ValueError, match="add up to .*: each `weight` must be finite and >= 0"):
+    with pytest.raises(ValueError, match=r"add up to .*: each `weight` must be finite and >= 0"):
         check_total_weight(total)
     check_total_weight(0.0)
 
