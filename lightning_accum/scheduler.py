@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.checks import advice, refusals
-from lightning_accum.checks.arguments import check_weight_fn
+from lightning_accum.checks.arguments import check_bools, check_weight_fn
 from lightning_accum.gradients.window import WindowGradients
-from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown, requested
+from lightning_accum.schedule.assigned import AssignableSchedule
+from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown
 from lightning_accum.seams import hooks, loop, restart
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.roots import SIGTERM_EXCEPTIONS, Callback
@@ -20,7 +21,6 @@ from lightning_accum.step.doors import choose_door
 from lightning_accum.step.engine import Door, Engine, Options
 from lightning_accum.step.guards import check_first_backward
 from lightning_accum.window import checkpoint as checkpoints
-from lightning_accum.window.checkpoint import new_state
 from lightning_accum.window.placement import WindowPlacement
 from lightning_accum.window.progress import Progress, State
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class AccumulationScheduler(Callback):
+class AccumulationScheduler(AssignableSchedule, Callback):
     """Schedules the accumulation factor; makes every accumulation window's update that of the one big batch.
 
     In automatic optimization nothing else is needed; in manual optimization it works with `AccumulationMixin`. Each
     window gets its true length (an epoch's last one may be shorter), the factor changes only where a window opens, and
     a resumed fit continues the open window. During a fit ``trainer.accumulate_grad_batches`` is the current window's
-    length; afterwards the Trainer has its own value again.
+    length, afterwards its own value again. Between fits `scheduling`, `effective_batch_size` and `interval` can change.
 
     Args:
         scheduling: the accumulation factor (micro-batches per window), or ``{start: factor}``, for example
@@ -85,26 +85,30 @@ class AccumulationScheduler(Callback):
     ) -> None:
         refuse_unknown("partial_window", partial_window, PartialWindow)
         check_weight_fn(weight_fn)
-        self.schedule = requested(scheduling, effective_batch_size, interval)
-        self.scheduling = dict(scheduling) if isinstance(scheduling, Mapping) else scheduling
+        check_bools(accumulate_in_float32=accumulate_in_float32, save_gradients=save_gradients)
+        check_bools(sync_each_micro_batch=sync_each_micro_batch)
+        self._request(scheduling, effective_batch_size, interval)
         self.partial_window = partial_window
         self.weight_fn = weight_fn
         self.save_gradients = save_gradients
         self.sync_each_micro_batch = sync_each_micro_batch
         self.is_attached = False  # by the mixin, for one fit
-        self.gradients = WindowGradients(accumulate_in_float32)
-        self.flags = TrainerFlags()
+        self.gradients, self.flags = WindowGradients(accumulate_in_float32), TrainerFlags()
         hooks.leave_out(self, "on_before_backward", "on_after_backward", "on_before_zero_grad")
         self._reset()
 
     def _reset(self) -> None:
-        """Forget the last fit."""
         self.gradients.end()
         self.progress = Progress()
         self._door = Door()
         self._placement = WindowPlacement(self.schedule, self.partial_window, self.progress, self.flags)
         self._restored: State | None = None  # from a checkpoint, until training starts
         self._has_failed = False
+
+    @override
+    def _refuse_assignment(self, name: str) -> None:
+        if type(self._door) is not Door and not self._has_failed:
+            raise refusals.runs(name)
 
     # In the order of a run
 
@@ -115,11 +119,9 @@ class AccumulationScheduler(Callback):
         if self.is_attached and not self.flags.are_hidden:
             loop.remove_callback(trainer, self)  # left over from a fit of another module that failed
             return
-        refusals.refuse_strategy(trainer)
-        refusals.refuse_sync_each_under_offload(trainer, self.sync_each_micro_batch)
-        refusals.refuse_second_scheduler(trainer)
+        refusals.refuse_trainer(trainer, self.sync_each_micro_batch)
         self._reset()
-        self.progress.load_state_dict(new_state(trainer))  # stays, if no epoch is left
+        self.progress.load_state_dict(checkpoints.new_state(trainer))  # stays, if no epoch is left
         options = Options(self.weight_fn, self.partial_window, self.save_gradients, self.sync_each_micro_batch)
         self._engine = Engine(trainer, pl_module, options, self.progress, self.gradients, self.flags)
         self._engine.scheduler = self
@@ -147,7 +149,6 @@ class AccumulationScheduler(Callback):
         schedule = self._placement.schedule
         advice.warn_at_start(trainer, pl_module, schedule, self.partial_window)
         self._engine.unweighted_warning = advice.unequal_micro_batches(trainer, schedule, self.partial_window) or ""
-        advice.log_arithmetic(trainer, schedule)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -215,13 +216,12 @@ class AccumulationScheduler(Callback):
         self._door.release()
         hooks.unshadow_all(module, "on_validation_model_zero_grad", "configure_optimizers", "on_train_start")
         hooks.unshadow_all(trainer.strategy, "backward", "block_backward_sync")
-        hooks.unshadow_all(trainer.precision_plugin, "backward")
 
     # Checkpoints
 
     def _restore(self, trainer: Trainer) -> State:
         """Go on where the checkpoint was made; without one, where Lightning's own counter stands."""
-        state, self._restored = self._restored or new_state(trainer), None
+        state, self._restored = self._restored or checkpoints.new_state(trainer), None
         self.progress.load_state_dict(state)
         self._placement.resume(trainer, state["window"])
         advice.warn_of_lost_gradients(checkpoints.restore_gradients(trainer, self.progress, self.gradients, state))
