@@ -26,11 +26,12 @@ _LONG_SUM = 64  # micro-batches; in bf16 the rounding of shorter sums is not see
 
 
 def warn_at_start(trainer: Trainer, module: LightningModule, schedule: Schedule, partial_window: PartialWindow) -> None:
-    """Warn where training starts but may not do what one thinks."""
+    """Warn where training starts but may not do what one thinks; log the arithmetic."""
     warn_of_plain_loader(trainer)
     warn_of_rounded_sizes(trainer, schedule)
     warn_of_short_epochs(trainer, schedule, partial_window)
     warn_of_batch_norm(trainer, module, schedule)
+    log_arithmetic(trainer, schedule)
 
 
 def warn_of_short_epochs(trainer: Trainer, schedule: Schedule, partial_window: PartialWindow) -> None:
