@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Real
 from typing import TYPE_CHECKING
 
@@ -72,14 +73,68 @@ def check_weight_fn(weight_fn: object) -> None:
         )
 
 
-def check_split(size: object, batch_dim: int) -> None:
+def check_split(size: object, batch_dim: int, method: str = "accumulate_split") -> None:
     """Raise unless ``micro_batch_size`` is a positive int or ``"auto"``, and ``batch_dim`` counts from the front."""
     if size != "auto":
-        call = f"accumulate_split(micro_batch_size={size!r})"
+        call = f"{method}(micro_batch_size={size!r})"
         # Another word is a bad value and not a bad type, so it is checked as 0.
         positive_int(0 if isinstance(size, str) else size, call, 'must be an int >= 1, or "auto"')
     if batch_dim < 0:
-        raise ValueError(f"`accumulate_split(batch_dim={batch_dim})`: must be >= 0, counted from the first dimension.")
+        raise ValueError(f"`{method}(batch_dim={batch_dim})`: must be >= 0, counted from the first dimension.")
+
+
+# What `accumulate_cached` is given
+
+
+def empty_batch(method: str) -> ValueError:
+    """Return the error for a batch without items, which has nothing to compare."""
+    return ValueError(
+        f"`{method}(batch, ...)`: the batch is empty. Its items are compared with each other, over ranks if `loss_fn`"
+        " gathers, so every rank needs at least one: use `drop_last=True`, or a sampler that gives all ranks items."
+    )
+
+
+def check_embeddings(embeddings: Sequence[object], size: int) -> None:
+    """Raise unless ``embed_fn`` returned tensors with one row for each of a micro-batch's ``size`` items."""
+    given = "`embed_fn(micro_batch)`"
+    wrong = [type(part).__name__ for part in embeddings if not isinstance(part, Tensor | None)]
+    found = [part for part in embeddings if isinstance(part, Tensor)]
+    if wrong or not found:
+        raise TypeError(
+            f"{given}: must return a tensor, or a tuple or dict of tensors, got {wrong[0] if wrong else 'none'}. Pass"
+            " what is no embedding to `loss_fn` in another way."
+        )
+    shapes = [tuple(tensor.shape) for tensor in found]
+    if any(shape[:1] != (size,) for shape in shapes):
+        raise ValueError(
+            f"{given}: each tensor must have the batch dimension first, with one row for each of the micro-batch's"
+            f" {size} items, got {', '.join(map(str, shapes))}. Return several views as a tuple, one tensor each; and"
+            " no mean over the items, which `loss_fn` may take."
+        )
+
+
+def unequal_embeddings(counts: Sequence[int]) -> ValueError:
+    """Return the error for pieces with different numbers of tensors."""
+    return ValueError(
+        f"`embed_fn(micro_batch)`: must return equally many tensors for each micro-batch, got {list(counts)}."
+    )
+
+
+def not_replayed(first: object, again: object) -> RuntimeError:
+    """Return the error for an ``embed_fn`` that returned other shapes the second time."""
+    return RuntimeError(
+        f"`embed_fn(micro_batch)` returned tensors of shapes {first} first, and {again} when it was called again for"
+        " the same micro-batch. It must repeat itself: random states and buffers are put back in between, other state"
+        " is not."
+    )
+
+
+def no_graph_to_embeddings() -> RuntimeError:
+    """Return the error for embeddings and a loss that reach no parameter of the optimizer."""
+    return RuntimeError(
+        "`embed_fn(micro_batch)`: the embeddings have no graph, and `loss_fn` reaches no parameter of the optimizer."
+        " Were they detached, or computed under `torch.no_grad`?"
+    )
 
 
 def check_no_gradients(optimizer: Optimizer) -> None:

@@ -157,3 +157,20 @@ def has_stepped(call: str) -> RuntimeError:
         f"`{call.split('(')[0]}` was called again for an optimizer that has already stepped in this `training_step`."
         " Give `more=True` to every call of `accumulate` but the last."
     )
+
+
+def mixin_comes_second(module_class: type) -> TypeError:
+    """Return the error for a class whose bases have AccumulationMixin after LightningModule."""
+    name = module_class.__name__
+    return TypeError(
+        f"class {name}: AccumulationMixin comes after LightningModule among the bases, whose hooks would hide its own."
+        f" Write `class {name}(AccumulationMixin, LightningModule)`."
+    )
+
+
+def mixin_is_for_manual_optimization(module_class: type) -> MisconfigurationException:
+    """Return the error for a class with AccumulationMixin that is set to automatic optimization."""
+    return MisconfigurationException(
+        f"{module_class.__name__}.automatic_optimization = True: AccumulationMixin is for manual optimization. For"
+        " automatic optimization leave it out, and add an AccumulationScheduler to the callbacks."
+    )

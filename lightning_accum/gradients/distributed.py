@@ -108,15 +108,18 @@ class Ranks:
 
     # A backward
 
-    def backward(self, device: torch.device, *, last: bool) -> AbstractContextManager[None]:
-        """Return the context of a backward: outside of autocast, and synced only if it is the window's last one."""
+    def backward(self, device: torch.device, *, last: bool, reaches_all: bool = True) -> AbstractContextManager[None]:
+        """Return the context of a backward: outside of autocast, and synced only if it is the window's last one.
+
+        One that does not reach all parameters is not synced under DDP, whose reducer would wait for the others.
+        """
         if self.size > 1:
-            return self._on_ranks(device, last=last)
+            return self._on_ranks(device, synced=(last or self._sync_each) and (reaches_all or self.is_sharded))
         return without_autocast(device)
 
     @contextmanager
-    def _on_ranks(self, device: torch.device, *, last: bool) -> Iterator[None]:
-        with without_autocast(device), self._synced(last or self._sync_each):
+    def _on_ranks(self, device: torch.device, *, synced: bool) -> Iterator[None]:
+        with without_autocast(device), self._synced(synced):
             yield
 
     def _synced(self, synced: bool) -> AbstractContextManager[None]:
@@ -155,12 +158,13 @@ class Ranks:
         yield
 
     @cached_property
-    def _is_sharded(self) -> bool:
-        return is_sharded(self._trainer)
+    def is_sharded(self) -> bool:
+        """Whether ranks hold parts of the parameters."""
+        return self.size > 1 and is_sharded(self._trainer)
 
     def zero_backward(self, parameters: Iterable[Tensor]) -> None:
         """Take part in the window's synced backward without a contribution; gradients change by the sync alone."""
-        if self._is_sharded:
+        if self.is_sharded:
             raise RuntimeError(
                 "A micro-batch ended without a backward. Sharded parameters are gathered and reduced in every one, so"
                 " the other ranks would wait forever. Let every rank call `accumulate` with a finite loss at each"
@@ -175,39 +179,54 @@ class Ranks:
         Needed in a static graph's first ``training_step``; and with sharded parameters always, since every backward
         gathers them.
         """
-        if self.size > 1 and self.backwards == before and (self._learns_graph or self._is_sharded):
+        if self.size > 1 and self.backwards == before and (self._learns_graph or self.is_sharded):
             self.zero_backward(self._module.parameters())
 
     # A split batch
 
-    def refuse_unequal_pieces(self, pieces: int) -> None:
-        """Raise if ranks with sharded parameters would run different numbers of forwards and backwards."""
-        if self.size > 1 and self._is_sharded and not ranks_agree(self._trainer, pieces):
+    def refuse_unequal_pieces(self, pieces: int, method: str) -> None:
+        """Raise if ranks that wait for each other in every forward would run different numbers of them.
+
+        Args:
+            pieces: of this rank's batch.
+            method: the user's call, for the error.
+        """
+        waits_in = "Sharded parameters are gathered" if self.is_sharded else "SyncBatchNorm sums its statistics"
+        if (self.is_sharded or self._has_sync_batch_norm) and not ranks_agree(self._trainer, pieces):
             raise RuntimeError(
-                f"`accumulate_split(batch, ...)`: the ranks split their batches into different numbers of"
-                f" micro-batches, this one into {pieces}. Sharded parameters are gathered in each, so some ranks would"
-                " wait forever. Give all ranks batches of the same size."
+                f"`{method}(batch, ...)`: the ranks split their batches into different numbers of micro-batches, this"
+                f" one into {pieces}. {waits_in} in each, so some ranks would wait forever. Give all ranks batches of"
+                " the same size."
             )
 
-    def prepare_for_retries(self) -> None:
+    def prepare_for_retries(self, method: str) -> None:
         """Make sure that nothing is sent between ranks while one of them may run out of memory."""
         if self.size == 1:
             return
         if self._obstacle is not None:
             raise MisconfigurationException(
-                f'`accumulate_split(micro_batch_size="auto")` with {self._obstacle}: the ranks wait for each other'
-                " inside forward or backward, forever if one of them runs out of memory there. Give a number of items."
+                f'`{method}(micro_batch_size="auto")` with {self._obstacle}: the ranks wait for each other inside'
+                " forward or backward, forever if one of them runs out of memory there. Give a number of items."
             )
+        self.learn_graph()
+
+    def learn_graph(self) -> None:
+        """Let a static graph be learned now, with every parameter in it, if it is not yet."""
         if self._learns_graph:
+            empty = [parameter for parameter in self._module.parameters() if parameter.grad is None]
             self.zero_backward(self._module.parameters())
-            for parameter in self._module.parameters():
+            for parameter in empty:  # others hold what a checkpoint has restored, equal on all ranks
                 parameter.grad = None
 
     @cached_property
+    def _has_sync_batch_norm(self) -> bool:
+        return self.size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in self._module.modules())
+
+    @cached_property
     def _obstacle(self) -> str | None:
-        if self._is_sharded:
+        if self.is_sharded:
             return "sharded parameters"
-        if any(isinstance(module, nn.SyncBatchNorm) for module in self._module.modules()):
+        if self._has_sync_batch_norm:
             return "SyncBatchNorm"
         return "sync_each_micro_batch=True" if self._sync_each else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
@@ -29,24 +29,33 @@ OutOfMemoryError = torch.cuda.OutOfMemoryError  # the name of `torch.OutOfMemory
 
 @dataclass(frozen=True)
 class SplitBatch:
-    """A batch, and how it is cut.
+    """A batch, how it is cut, and what each piece is given to.
 
     Args:
         batch: what the loader gave.
-        loss_fn: the user's.
+        function: the user's, of a piece.
         dim: the tensors' batch dimension.
         slicer: the user's, if there is one.
+        method: the user's call, for errors.
     """
 
     batch: Any
-    loss_fn: Callable[[Any], Any]
+    function: Callable[[Any], Any]
     dim: int
     slicer: Slicer | None
+    method: str = "accumulate_split"
 
     @property
     def size(self) -> int:
         """Items in the batch."""
-        return batch_size(self.batch, self.dim)
+        return batch_size(self.batch, self.dim, self.method)
+
+    def pieces(self, sizes: list[int]) -> Iterator[Any]:
+        """Cut it into pieces of these sizes."""
+        return pieces(self.batch, sizes, self.dim, self.slicer)
+
+
+Stage = Callable[[list[int]], None]  # part of a contribution, given the sizes of the pieces
 
 
 def accumulate_split(
@@ -56,23 +65,36 @@ def accumulate_split(
     window, micro_batch = step.open_window("accumulate_split(batch, loss_fn", optimizer)
     if not micro_batch.learns:
         return None
-    check_split(micro_batch_size, batch.dim)
-    if isinstance(micro_batch_size, str):
-        _contribute_what_fits(step, window, batch, closes=micro_batch.closes)
-    else:
-        sizes = equal_sizes(batch.size, micro_batch_size)
-        step.ranks.refuse_unequal_pieces(len(sizes))
-        _contribute_all(step, window, batch, sizes, closes=micro_batch.closes)
+    # With several ranks that retry, the sync comes after they have agreed: none waits in it for one that has failed.
+    syncs = micro_batch.closes and (step.ranks.size == 1 or not isinstance(micro_batch_size, str))
+    run_in_pieces(
+        step, window, batch, micro_batch_size, [lambda sizes: _contribute_all(step, window, batch, sizes, syncs=syncs)]
+    )
     return step.step(window) if micro_batch.closes else None
 
 
-def _contribute_all(
-    step: ManualStep, window: Accumulator, batch: SplitBatch, sizes: list[int], *, closes: bool
+def run_in_pieces(
+    step: ManualStep, window: Accumulator, batch: SplitBatch, micro_batch_size: int | str, stages: Sequence[Stage]
 ) -> None:
-    """Run the forward and backward of every piece; ``closes``: the last one is the window's last one."""
+    """Run a contribution's stages with pieces of at most this size; with ``"auto"``, of a size that fits in memory.
+
+    Between two stages ranks that retry agree whether all of them have had memory for the first one.
+    """
+    check_split(micro_batch_size, batch.dim, batch.method)
+    if isinstance(micro_batch_size, str):
+        _run_what_fits(step, window, batch, stages)
+        return
+    sizes = equal_sizes(batch.size, micro_batch_size)
+    step.ranks.refuse_unequal_pieces(len(sizes), batch.method)
+    for stage in stages:
+        stage(sizes)
+
+
+def _contribute_all(step: ManualStep, window: Accumulator, batch: SplitBatch, sizes: list[int], *, syncs: bool) -> None:
+    """Run the forward and backward of every piece; ``syncs``: the last one is the window's last one, and synced."""
     is_first = True
-    for index, piece in enumerate(pieces(batch.batch, sizes, batch.dim, batch.slicer)):
-        last = closes and index + 1 == len(sizes)
+    for index, piece in enumerate(batch.pieces(sizes)):
+        last = syncs and index + 1 == len(sizes)
         given = _loss_of(step, batch, piece, sizes[index])
         if given is not None:
             step.contribute(window, *given, last=last, piece=Piece(len(sizes), is_first))
@@ -81,7 +103,7 @@ def _contribute_all(
 
 
 def _loss_of(step: ManualStep, batch: SplitBatch, piece: Any, size: int) -> tuple[Tensor, Weight] | None:
-    given = batch.loss_fn(piece)
+    given = batch.function(piece)
     loss, weight = given if isinstance(given, tuple) else (given, None)
     if loss is None:
         return None
@@ -94,37 +116,47 @@ def _loss_of(step: ManualStep, batch: SplitBatch, piece: Any, size: int) -> tupl
 # Where memory runs out
 
 
-def _contribute_what_fits(step: ManualStep, window: Accumulator, batch: SplitBatch, *, closes: bool) -> None:
+def _run_what_fits(step: ManualStep, window: Accumulator, batch: SplitBatch, stages: Sequence[Stage]) -> None:
     """Try, and halve the micro-batches until no rank runs out of memory; each try is of the batch as it came."""
-    ranks, history = step.ranks, window.history
-    ranks.prepare_for_retries()
+    history = window.history
+    step.ranks.prepare_for_retries(batch.method)
     while True:
         put_back = _remember(step, window)
         total = batch.size
         sizes = equal_sizes(total, history.split_size or max(total, 1))
-        # With several ranks the sync comes after they have agreed: none waits in it for one that has failed.
-        error = _try(step, window, batch, sizes, closes=closes and ranks.size == 1)
-        failed = ranks.all_reduce_min(inf if error is None else sizes[0])
+        failed, error = _try(step, stages, sizes)
         if failed == inf:
             return
         put_back()
         if failed == 1:
-            raise _without_way_out(error)
+            raise _without_way_out(error, batch.method)
         history.split_size = ceil(failed / 2)
         _log_size(step.trainer, failed, history.split_size, window.index)
 
 
-def _try(
-    step: ManualStep, window: Accumulator, batch: SplitBatch, sizes: list[int], *, closes: bool
-) -> RuntimeError | None:
+def _try(step: ManualStep, stages: Sequence[Stage], sizes: list[int]) -> tuple[float, RuntimeError | None]:
+    """Return the smallest size with which a rank ran out of memory, inf if none did; and the error of this rank."""
+    for stage in stages:
+        error = _try_stage(stage, sizes)
+        failed = step.ranks.all_reduce_min(inf if error is None else sizes[0])
+        if failed != inf:
+            return failed, error
+    return inf, None
+
+
+def _try_stage(stage: Stage, sizes: list[int]) -> RuntimeError | None:
     """Return the error if memory ran out; a copy if another try follows, since its traceback holds the graph."""
     try:
-        _contribute_all(step, window, batch, sizes, closes=closes)
+        stage(sizes)
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        if isinstance(error, WholeBatchOutOfMemoryError) or not is_out_of_memory(error):
             raise
         return error if sizes[0] == 1 else OutOfMemoryError(*error.args)
     return None
+
+
+class WholeBatchOutOfMemoryError(OutOfMemoryError):
+    """Memory ran out where smaller pieces are no help."""
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -132,9 +164,9 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, OutOfMemoryError) or is_oom_error(RuntimeError(str(error)))
 
 
-def _without_way_out(error: RuntimeError | None) -> RuntimeError:
+def _without_way_out(error: RuntimeError | None, method: str) -> RuntimeError:
     """Return the error where a single item does not fit; a new one on ranks that had memory for theirs."""
-    sentence = "One single item did not fit: `accumulate_split` cannot make the micro-batch smaller."
+    sentence = f"One single item did not fit: `{method}` cannot make the micro-batch smaller."
     if error is None:
         return OutOfMemoryError(f"Another rank ran out of memory. {sentence}")
     error.args = (f"{error} {sentence}",)  # `add_note` is of Python 3.11
@@ -155,7 +187,7 @@ def _remember(step: ManualStep, window: Accumulator) -> Callable[[], None]:
     """Keep everything that a try changes; what is returned puts it back and frees memory."""
     undo = [
         loop.remember_rng(),
-        _remember_buffers(step.module),
+        remember_buffers(step.module),
         _remember_window(step, window),
         step.engine.gradients.remember(_within_reach(step, window.index)),
     ]
@@ -175,7 +207,8 @@ def _within_reach(step: ManualStep, optimizer_idx: int) -> Iterable[Tensor]:
     return trainable(optimizers[optimizer_idx]) if step.ranks.size == 1 < len(optimizers) else step.module.parameters()
 
 
-def _remember_buffers(module: LightningModule) -> Callable[[], None]:
+def remember_buffers(module: LightningModule) -> Callable[[], None]:
+    """Keep the values of a module's buffers; what is returned puts them back."""
     kept = [
         (owner, name, buffer, None if buffer is None else buffer.clone())
         for owner in module.modules()
@@ -187,7 +220,7 @@ def _remember_buffers(module: LightningModule) -> Callable[[], None]:
             for owner, name, buffer, value in kept:
                 owner._buffers[name] = buffer
                 if buffer is not None and value is not None:
-                    buffer.copy_(value)
+                    buffer.data.copy_(value)  # without a new version, which would spoil graphs that use the buffer
 
     return put_back
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -99,24 +99,37 @@ class ManualStep:
         last = micro_batch.closes and not more
         if loss is not None and micro_batch.learns:
             arguments.check_loss(loss)
-            weight = self._weigh(loss.device) if weight is None else arguments.as_weight(weight, loss.device)
-            self.contribute(window, loss, weight, last=last)
+            self.contribute(window, loss, self.weigh(weight, loss.device), last=last)
         return self.step(window) if last else None
 
     def contribute(
         self, window: Accumulator, loss: Tensor, weight: Weight, *, last: bool, piece: Piece = WHOLE
     ) -> None:
         """Scale the loss to its part of the window, and run its backward; the window's last one is synced."""
+        scaled = self.begin_contribution(window, loss, weight, piece)
+        if scaled is not None:
+            self.backward(window, scaled, last=last)
+        self.engine.end_backward(window, synced=scaled is not None and last)  # only now does it count
+
+    def begin_contribution(
+        self, window: Accumulator, loss: Tensor, weight: Weight, piece: Piece = WHOLE
+    ) -> Tensor | None:
+        """Announce a contribution; return its loss scaled to its part of the window, None if it weighs nothing."""
         counts = not weighs_nothing(weight)
         contribution = Contribution(weight, loss.detach() if counts else None, *piece)
         self._refuse_foreign_gradients(window)
         # 1. Losses are divided before the backward so that fp16 stays in range; the last backward alone is synced.
         scale = self.engine.begin_backward(window, contribution, self._length(loss.dtype, piece.pieces))
-        if counts:
-            scaled = loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale)
-            with self.ranks.backward(loss.device, last=last):
-                self.module.manual_backward(scaled, **self._only(window))
-        self.engine.end_backward(window, synced=counts and last)  # only now does it count
+        return loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale) if counts else None
+
+    def backward(
+        self, window: Accumulator, scaled: Tensor, *, last: bool, ends_at: Sequence[Tensor] | None = None
+    ) -> None:
+        """Run the backward of a scaled loss through Lightning, as far as ``ends_at`` if given: leaves of its graph."""
+        only = self.reached_by(window)
+        inputs = {} if only is None else {"inputs": [*only, *(ends_at or ())]}
+        with self.ranks.backward(scaled.device, last=last, reaches_all=ends_at is None):
+            self.module.manual_backward(scaled, **inputs)
 
     def step(self, window: Accumulator) -> EffectiveStep | None:
         """Take an optimizer's step with the window's weighted mean gradient."""
@@ -175,12 +188,15 @@ class ManualStep:
             raise refusals.has_stepped(call)
         return window, self.micro_batch
 
+    def weigh(self, weight: float | Tensor | None, device: torch.device, default: float | None = None) -> Weight:
+        """Return the weight that the user gave, checked; or else the micro-batch's own."""
+        if weight is None:
+            return self.engine.weigh(self.micro_batch and self.micro_batch.batch, device, default)
+        return arguments.as_weight(weight, device)
+
     @property
     def _is_alone(self) -> bool:
         return self.ranks.size == 1
-
-    def _weigh(self, device: torch.device) -> Weight:
-        return self.engine.weigh(self.micro_batch and self.micro_batch.batch, device)
 
     def _length(self, dtype: torch.dtype, pieces: int) -> float:
         """Micro-batches that the window is announced to hold, as the division by it is rounded in this dtype."""
@@ -191,15 +207,15 @@ class ManualStep:
             return real_divisor(divisor, dtype) / pieces
         return divisor / pieces
 
-    def _only(self, window: Accumulator) -> dict[str, Any]:
-        """Keep a loss that runs through another optimizer's parameters out of that one's window.
+    def reached_by(self, window: Accumulator) -> list[Tensor] | None:
+        """Return the parameters that a backward may reach, for another optimizer's must not; None: all of the graph's.
 
         DDP waits for all parameters of the graph; there `toggle_model` keeps them apart.
         """
         optimizers = self.trainer.optimizers
         if len(optimizers) == 1 or not self._is_alone:
-            return {}
-        return {"inputs": list(trainable(optimizers[window.index]))}
+            return None
+        return list(trainable(optimizers[window.index]))
 
     def _refuse_foreign_gradients(self, window: Accumulator) -> None:
         optimizers = self.trainer.optimizers

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_accum.checks import advice
+from lightning_accum.checks import advice, refusals
 from lightning_accum.seams import hooks, logs, loop
 from lightning_accum.step.engine import Door, Engine
 from lightning_accum.step.guards import HandStepGuard
@@ -32,6 +32,12 @@ class ModuleState:
 
     def __init__(self, progress: Progress | None = None, step: ManualStep | None = None) -> None:
         self.progress, self.step = progress or Progress(), step
+
+    def running_step(self, call: str) -> ManualStep:
+        """Return the step of the fit that runs; ``call`` is how the user's own begins."""
+        if self.step is None:
+            raise refusals.outside_training_step(call)
+        return self.step
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleState, (Progress(self.progress.effective_step, self.progress.skipped_steps),)
