@@ -126,11 +126,18 @@ class Float32Gradients:
             self._handles.popitem()[1].remove()
 
 
+def finite_unless(counts: Tensor | bool, gradient: Tensor) -> Tensor:
+    """Return a gradient with 0 for inf and NaN, unless its micro-batch counts."""
+    finite = gradient.nan_to_num(0.0, 0.0, 0.0)
+    return torch.where(counts.to(gradient.device), gradient, finite) if isinstance(counts, Tensor) else finite
+
+
 class WeightMask:
     """Keeps the gradient of a micro-batch of weight 0 out of the sum, where it is NaN: the mean over no items.
 
-    0 * NaN is NaN, so that the weight alone does not. Whether a tensor weight is 0 is never read back: each gradient of
-    such a micro-batch passes one more operation.
+    0 * NaN is NaN, so that the weight alone does not. What is finite stays: 0, or what a gather in the losses of other
+    ranks has added. Whether a tensor weight is 0 is never read back: each gradient of such a micro-batch passes two
+    more operations.
     """
 
     def __init__(self) -> None:
@@ -151,9 +158,7 @@ class WeightMask:
     def _mask(self, gradient: Tensor) -> Tensor | None:
         if self._counts is None or gradient.is_sparse or type(gradient) is not Tensor:  # a DTensor takes no mask
             return None
-        if isinstance(self._counts, Tensor):
-            return torch.where(self._counts.to(gradient.device), gradient, 0)
-        return None if self._counts else torch.zeros_like(gradient)
+        return None if self._counts is True else finite_unless(self._counts, gradient)
 
     def release(self) -> None:
         """Watch no more."""

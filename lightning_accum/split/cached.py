@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_accum.checks import arguments
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients.buffers import Weight, weighs_nothing
+from lightning_accum.gradients.buffers import Weight, finite_unless, weighs_nothing
 from lightning_accum.seams import loop
 from lightning_accum.split.retry import (
     SplitBatch,
@@ -148,7 +148,7 @@ class CachedContribution:
     def _weight(self, device: torch.device, size: int) -> Weight:
         weight = self._step.weigh(self._objective.weight, device, float(size))
         if weighs_nothing(weight) and self._step.ranks.size > 1:
-            # The backward of a gather in `loss_fn` needs this rank too: masked, its gradient adds nothing.
+            # The backward of a gather in `loss_fn` needs this rank too, and brings what others' losses owe to its rows.
             return self._step.weigh(torch.zeros(()), device)
         return weight
 
@@ -202,17 +202,14 @@ def _leaf(embedding: Tensor) -> Tensor:
 
 
 def _pair(output: object, first: object, weight: Weight) -> list[tuple[Tensor, Tensor]]:
-    """Return the embeddings that gradients go through, each with its cached gradient.
-
-    Of a batch whose tensor weight is 0 that is 0, whatever its loss: the mean over no items is NaN.
-    """
+    """Return the embeddings that gradients go through, each with its cached gradient."""
     again, cached = list(tensors(output)), list(tensors(first))
     shapes = [[tuple(tensor.shape) for tensor in found] for found in (cached, again)]
     if shapes[0] != shapes[1]:
         raise arguments.not_replayed(*shapes)
     counts = weight > 0 if isinstance(weight, Tensor) else None
     return [
-        (embedding, leaf.grad if counts is None else torch.where(counts.to(leaf.device), leaf.grad, 0))
+        (embedding, leaf.grad if counts is None else finite_unless(counts, leaf.grad))
         for embedding, leaf in zip(again, cached, strict=True)
         if embedding.requires_grad and leaf.grad is not None
     ]

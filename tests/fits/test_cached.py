@@ -683,7 +683,7 @@ def test_auto_halves_in_either_pass_and_leaves_nothing_behind(where: str, factor
 
 def test_memory_that_runs_out_in_the_loss_is_not_retried() -> None:
     module = Limited(Towers(), "auto", 3, "loss")
-    with pytest.raises(torch.cuda.OutOfMemoryError, match="no memory Memory ran out in `loss_fn`.*do not help"):
+    with pytest.raises(torch.cuda.OutOfMemoryError, match=r"no memory Memory ran out in `loss_fn`.*do not help"):
         fit(module, make_pairs([12]))
     assert module.tries == [12]
 
@@ -712,7 +712,7 @@ class Fails(Cached):
         return super().embed(piece)
 
 
-@pytest.mark.filterwarnings(r"ignore:.*was called without a model")
+@pytest.mark.filterwarnings("ignore:.*was called without a model", "ignore:.*there is no last checkpoint available")
 def test_a_checkpoint_made_after_an_error_in_the_second_pass_leaves_the_gradients_out() -> None:
     module = Fails(Towers(), 3)
     module.fails_at = 1
