@@ -135,18 +135,18 @@ def finite_unless(counts: Tensor | bool, gradient: Tensor) -> Tensor:
 class WeightMask:
     """Keeps the gradient of a micro-batch of weight 0 out of the sum, where it is NaN: the mean over no items.
 
-    0 * NaN is NaN, so that the weight alone does not. What is finite stays: 0, or what a gather in the losses of other
-    ranks has added. Whether a tensor weight is 0 is never read back: each gradient of such a micro-batch passes two
-    more operations.
+    0 * NaN is NaN, so that the weight alone does not. Whether a tensor weight is 0 is never read back: each gradient of
+    such a micro-batch passes one more operation.
     """
 
     def __init__(self) -> None:
         self._counts: Tensor | bool | None = None
+        self._keeps_finite = False
         self._handles: dict[Tensor, RemovableHandle] = {}
 
-    def cover(self, parameters: Iterable[Tensor], weight: Weight) -> None:
+    def cover(self, parameters: Iterable[Tensor], weight: Weight, keeps_finite: bool) -> None:
         """Watch the next backward; once a parameter is watched, it stays so until `release`."""
-        self._counts = weight > 0
+        self._counts, self._keeps_finite = weight > 0, keeps_finite
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._handles:
                 self._handles[parameter] = parameter.register_hook(self._mask)  # type: ignore[no-untyped-call]
@@ -156,9 +156,14 @@ class WeightMask:
         self._counts = None
 
     def _mask(self, gradient: Tensor) -> Tensor | None:
-        if self._counts is None or gradient.is_sparse or type(gradient) is not Tensor:  # a DTensor takes no mask
-            return None
-        return None if self._counts is True else finite_unless(self._counts, gradient)
+        counts = self._counts
+        if counts is None or counts is True or gradient.is_sparse or type(gradient) is not Tensor:
+            return None  # a DTensor takes no mask
+        if self._keeps_finite:
+            return finite_unless(counts, gradient)
+        if isinstance(counts, Tensor):
+            return torch.where(counts.to(gradient.device), gradient, 0)
+        return torch.zeros_like(gradient)
 
     def release(self) -> None:
         """Watch no more."""
@@ -184,11 +189,14 @@ class WindowGradients:
             for optimizer in optimizers:
                 self._float32.watch(parameters(optimizer))
 
-    def mask(self, optimizer: Optimizer, weight: Weight) -> None:
-        """Let the next backward add nothing if its weight is 0, whatever the loss is; for a number above 0, no work."""
+    def mask(self, optimizer: Optimizer, weight: Weight, *, gathers: bool = False) -> None:
+        """Let the next backward add nothing if its weight is 0, whatever the loss is; for a number above 0, no work.
+
+        ``gathers``: keep what is finite, which is 0, or what the losses of other ranks add through a gather.
+        """
         self._mask.uncover()
         if isinstance(weight, Tensor) or weight == 0:
-            self._mask.cover(parameters(optimizer), weight)
+            self._mask.cover(parameters(optimizer), weight, gathers)
 
     def unmask(self) -> None:
         """The backward is through."""

@@ -85,7 +85,7 @@ class Engine:
         optimizer = self.trainer.optimizers[window.index]
         if window.has_gradients and not any_gradient(optimizer):
             raise gradients_are_gone()
-        self.gradients.mask(optimizer, contribution.weight)
+        self.gradients.mask(optimizer, contribution.weight, gathers=self.ranks.size > 1)
         return window.begin_backward(contribution, length, divided_by)
 
     def end_backward(self, window: Accumulator, *, synced: bool) -> None:
