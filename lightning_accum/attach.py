@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_accum.checks import refusals
 from lightning_accum.scheduler import AccumulationScheduler
-from lightning_accum.seams import loop
+from lightning_accum.seams import hooks, loop
 from lightning_accum.seams.roots import CALLBACKS
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule
 
 
-def with_scheduler(module: LightningModule, configure_callbacks: Callable[[], Any]) -> list[Callback]:
+def with_scheduler(module: LightningModule, configure_callbacks: hooks.Hook) -> list[Callback]:
     """Attach a scheduler for the Trainer's factor, if there is none, and let the validator pass the flags."""
     configured, trainer = configure_callbacks(), module.trainer
     callbacks = [configured] if isinstance(configured, CALLBACKS) else list(configured or [])
@@ -31,5 +30,5 @@ def with_scheduler(module: LightningModule, configure_callbacks: Callable[[], An
     elif fitting:
         refusals.refuse_two_factors(trainer)
     if fitting:
-        scheduler.hide_flags(trainer)
+        scheduler.flags.hide(trainer)
     return callbacks

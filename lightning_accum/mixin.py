@@ -245,6 +245,6 @@ class AccumulationMixin(_Module):
             step.optimizer_step.clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
 
-def _run_training_step(module: AccumulationMixin, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_training_step(module: AccumulationMixin, training_step: hooks.Hook, *args: object, **kwargs: object) -> object:
     step = module._accumulation.step
     return training_step(*args, **kwargs) if step is None else step.run(training_step, *args, **kwargs)

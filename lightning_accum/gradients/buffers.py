@@ -1,17 +1,14 @@
-"""The gradients of an open window: multiplied, dropped, and in low precision summed in float32."""
+"""What is done to the gradients of an optimizer: found, multiplied, dropped."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
-
-from lightning_accum.gradients.precision import LOW_PRECISION
 
 Weight = float | Tensor
 
@@ -33,7 +30,22 @@ def trainable(optimizer: Optimizer) -> Iterable[Tensor]:
 
 def any_gradient(optimizer: Optimizer) -> bool:
     """Whether any of its parameters has a gradient; without one, a step moves nothing."""
-    return any(parameter.grad is not None for parameter in parameters(optimizer))
+    return witness(optimizer) is not None
+
+
+def witness(optimizer: Optimizer, last: Tensor | None = None) -> Tensor | None:
+    """Return a parameter that has a gradient, the last one if it still has; None if there is none.
+
+    Loops, not generators: it runs in every micro-batch.
+    """
+    if last is not None and last.grad is not None:
+        return last
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                found: Tensor = parameter
+                return found
+    return None
 
 
 def are_finite(parameters: Iterable[Tensor]) -> Tensor:
@@ -51,12 +63,15 @@ def _held(gradient: Any) -> Tensor:
 
 def scale(optimizer: Optimizer, factor: Weight) -> None:
     """Multiply the optimizer's gradients in place; a tensor factor is moved to each device, never read."""
-    if not isinstance(factor, Tensor) and factor == 1:
-        return
+    if isinstance(factor, Tensor) or factor != 1:
+        multiply((p.grad for p in parameters(optimizer) if p.grad is not None), factor)
+
+
+def multiply(tensors: Iterable[Tensor], factor: Weight) -> None:
+    """Multiply tensors in place, a few launches for each device."""
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for parameter in parameters(optimizer):
-        if parameter.grad is not None:
-            by_device[parameter.grad.device].append(parameter.grad)
+    for tensor in tensors:
+        by_device[tensor.device].append(tensor)
     for device, group in by_device.items():
         torch._foreach_mul_(group, factor.to(device) if isinstance(factor, Tensor) else factor)
 
@@ -67,192 +82,7 @@ def drop(optimizer: Optimizer) -> None:
         parameter.grad = None
 
 
-class Float32Gradients:
-    """Adds each micro-batch's gradient to a float32 buffer, and leaves ``.grad`` empty until the window closes.
-
-    In bf16 256 + 1 is 256: what is small against the sum so far is lost. It costs one float32 tensor per parameter in
-    low precision; ``.grad`` itself lives only until it is added.
-
-    References:
-        https://github.com/NVIDIA/Megatron-LM/issues/372, https://github.com/deepspeedai/DeepSpeed/issues/2768
-    """
-
-    def __init__(self) -> None:
-        self.sums: dict[Tensor, Tensor] = {}
-        self._handles: dict[Tensor, RemovableHandle] = {}
-
-    def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Take over the gradients of those in low precision, as soon as a backward has made them."""
-        for parameter in parameters:
-            if parameter.requires_grad and parameter.dtype in LOW_PRECISION and parameter not in self._handles:
-                handle = parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
-                self._handles[parameter] = handle
-
-    def _take(self, parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        if parameter in self.sums:
-            self.sums[parameter] += gradient
-        else:
-            self.sums[parameter] = gradient.float()
-
-    def put_back(self, optimizer: Optimizer, factor: Weight) -> None:
-        """Multiply the sums in float32 and make them the gradients again, rounded once."""
-        for parameter in parameters(optimizer):
-            if (total := self.sums.pop(parameter, None)) is not None:
-                total *= factor.to(total.device) if isinstance(factor, Tensor) else factor
-                parameter.grad = total.to(parameter.dtype)
-
-    def drop(self, optimizer: Optimizer) -> None:
-        """Forget what was summed for the optimizer."""
-        for parameter in parameters(optimizer):
-            self.sums.pop(parameter, None)
-
-    def remember(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
-        """Keep what was summed for the parameters; what is returned puts it back."""
-        kept = {p: self.sums[p].clone() if p in self.sums else None for p in parameters}
-
-        def put_back() -> None:
-            for parameter, total in kept.items():
-                self.sums.pop(parameter, None)
-                if total is not None:
-                    self.sums[parameter] = total
-
-        return put_back
-
-    def release(self) -> None:
-        """Let the parameters accumulate as they did; the sums stay."""
-        while self._handles:
-            self._handles.popitem()[1].remove()
-
-
 def finite_unless(counts: Tensor | bool, gradient: Tensor) -> Tensor:
     """Return a gradient with 0 for inf and NaN, unless its micro-batch counts."""
     finite = gradient.nan_to_num(0.0, 0.0, 0.0)
     return torch.where(counts.to(gradient.device), gradient, finite) if isinstance(counts, Tensor) else finite
-
-
-class WeightMask:
-    """Keeps the gradient of a micro-batch of weight 0 out of the sum, where it is NaN: the mean over no items.
-
-    0 * NaN is NaN, so that the weight alone does not. Whether a tensor weight is 0 is never read back: each gradient of
-    such a micro-batch passes one more operation.
-    """
-
-    def __init__(self) -> None:
-        self._counts: Tensor | bool | None = None
-        self._keeps_finite = False
-        self._handles: dict[Tensor, RemovableHandle] = {}
-
-    def cover(self, parameters: Iterable[Tensor], weight: Weight, keeps_finite: bool) -> None:
-        """Watch the next backward; once a parameter is watched, it stays so until `release`."""
-        self._counts, self._keeps_finite = weight > 0, keeps_finite
-        for parameter in parameters:
-            if parameter.requires_grad and parameter not in self._handles:
-                self._handles[parameter] = parameter.register_hook(self._mask)  # type: ignore[no-untyped-call]
-
-    def uncover(self) -> None:
-        """Let gradients be."""
-        self._counts = None
-
-    def _mask(self, gradient: Tensor) -> Tensor | None:
-        counts = self._counts
-        if counts is None or counts is True or gradient.is_sparse or type(gradient) is not Tensor:
-            return None  # a DTensor takes no mask
-        if self._keeps_finite:
-            return finite_unless(counts, gradient)
-        if isinstance(counts, Tensor):
-            return torch.where(counts.to(gradient.device), gradient, 0)
-        return torch.zeros_like(gradient)
-
-    def release(self) -> None:
-        """Watch no more."""
-        while self._handles:
-            self._handles.popitem()[1].remove()
-
-
-class WindowGradients:
-    """What is done with the gradients of a window that closes.
-
-    Args:
-        in_float32: whether gradients in bf16 and fp16 are summed in float32.
-    """
-
-    def __init__(self, in_float32: bool) -> None:
-        self.in_float32 = in_float32
-        self._float32 = Float32Gradients() if in_float32 else None
-        self._mask = WeightMask()
-
-    def start(self, optimizers: Iterable[Optimizer]) -> None:
-        """A fit begins, or a window: BackboneFinetuning unfreezes parameters and adds them in between."""
-        if self._float32 is not None:
-            for optimizer in optimizers:
-                self._float32.watch(parameters(optimizer))
-
-    def mask(self, optimizer: Optimizer, weight: Weight, *, gathers: bool = False) -> None:
-        """Let the next backward add nothing if its weight is 0, whatever the loss is; for a number above 0, no work.
-
-        ``gathers``: keep what is finite, which is 0, or what the losses of other ranks add through a gather.
-        """
-        self._mask.uncover()
-        if isinstance(weight, Tensor) or weight == 0:
-            self._mask.cover(parameters(optimizer), weight, gathers)
-
-    def unmask(self) -> None:
-        """The backward is through."""
-        self._mask.uncover()
-
-    def normalize(self, optimizer: Optimizer, correction: Weight) -> None:
-        """Make the optimizer's gradients the window's weighted mean."""
-        scale(optimizer, correction)
-        if self._float32 is not None:
-            self._float32.put_back(optimizer, correction)
-
-    def drop(self, optimizer: Optimizer) -> None:
-        """Leave nothing to step with."""
-        drop(optimizer)
-        if self._float32 is not None:
-            self._float32.drop(optimizer)
-
-    def held(self, optimizer: Optimizer) -> list[Tensor | None]:
-        """What the open window has summed, one entry for each parameter; the tensors themselves."""
-        sums = {} if self._float32 is None else self._float32.sums
-        return [sums.get(parameter, parameter.grad) for parameter in parameters(optimizer)]
-
-    def hold(self, optimizer: Optimizer, totals: Iterable[Tensor | None]) -> None:
-        """Go on from what `held` gave."""
-        for parameter, total in zip(parameters(optimizer), totals, strict=True):
-            if total is None:
-                continue
-            if self._float32 is not None and parameter.dtype in LOW_PRECISION:
-                self._float32.sums[parameter] = total.to(parameter.device, torch.float32)
-            else:
-                parameter.grad = total.to(parameter.device, parameter.dtype)
-
-    def release(self) -> None:
-        """The fit has ended; what an open window has summed can still be saved."""
-        self._mask.release()
-        if self._float32 is not None:
-            self._float32.release()
-
-    def remember(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
-        """Keep the gradients of an open window, if there are any; what is returned puts them back."""
-        kept = {p: None if p.grad is None else p.grad.clone() for p in parameters}
-        put_back_sums = None if self._float32 is None else self._float32.remember(kept)
-
-        def put_back() -> None:
-            for parameter, gradient in kept.items():
-                if gradient is None or parameter.grad is None:
-                    parameter.grad = gradient
-                else:
-                    parameter.grad.copy_(gradient)  # in place: it may be a view of DDP's bucket
-            if put_back_sums is not None:
-                put_back_sums()
-
-        return put_back
-
-    def end(self) -> None:
-        """Forget the last fit."""
-        self.release()
-        if self._float32 is not None:
-            self._float32.sums.clear()

@@ -8,14 +8,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accum.gradients.buffers import Weight
 from lightning_accum.gradients.precision import without_autocast
 from lightning_accum.seams import hooks, loop
-from lightning_accum.seams.roots import MisconfigurationException
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -24,7 +23,11 @@ if TYPE_CHECKING:
 def all_reduce_sum(trainer: Trainer, *values: Weight) -> Tensor:
     """Sum numbers over all ranks by one all-reduce; returns float64 of shape ``(len(values),)``."""
     device = trainer.strategy.root_device
-    mine = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+    # One copy to the device for all Python numbers.
+    mine = torch.tensor([0.0 if isinstance(v, Tensor) else v for v in values], dtype=torch.float64, device=device)
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor):
+            mine[place] = value
     total: Tensor = trainer.strategy.reduce(mine, reduce_op="sum")
     return total
 
@@ -103,7 +106,7 @@ class Ranks:
     def __init__(self, trainer: Trainer, module: LightningModule, *, sync_each: bool) -> None:
         self.size = trainer.world_size
         self._trainer, self._module = trainer, module
-        self._sync_each = sync_each
+        self.sync_each = sync_each
         self.backwards = 0  # run in this fit, on several ranks
 
     # A backward
@@ -114,7 +117,7 @@ class Ranks:
         One that does not reach all parameters is not synced under DDP, whose reducer would wait for the others.
         """
         if self.size > 1:
-            return self._on_ranks(device, synced=(last or self._sync_each) and (reaches_all or self.is_sharded))
+            return self._on_ranks(device, synced=(last or self.sync_each) and (reaches_all or self.is_sharded))
         return without_autocast(device)
 
     @contextmanager
@@ -123,7 +126,7 @@ class Ranks:
             yield
 
     def _synced(self, synced: bool) -> AbstractContextManager[None]:
-        model, learns = self._trainer.strategy.model, self._learns_graph
+        model, learns = self._trainer.strategy.model, self.learns_graph
         self.backwards += 1
         if isinstance(model, DistributedDataParallel):
             return self._learn_graph(model) if learns else _ddp(model, synced)
@@ -132,7 +135,7 @@ class Ranks:
         return self._fully_shard(synced)
 
     @property
-    def _learns_graph(self) -> bool:
+    def learns_graph(self) -> bool:
         """Whether the next backward must be synced wherever it is, as in `sync_first_backward`."""
         model = self._trainer.strategy.model
         return self.backwards == 0 < self.size - 1 and isinstance(model, DistributedDataParallel) and model.static_graph
@@ -179,56 +182,8 @@ class Ranks:
         Needed in a static graph's first ``training_step``; and with sharded parameters always, since every backward
         gathers them.
         """
-        if self.size > 1 and self.backwards == before and (self._learns_graph or self.is_sharded):
+        if self.size > 1 and self.backwards == before and (self.learns_graph or self.is_sharded):
             self.zero_backward(self._module.parameters())
-
-    # A split batch
-
-    def refuse_unequal_pieces(self, pieces: int, method: str) -> None:
-        """Raise if ranks that wait for each other in every forward would run different numbers of them.
-
-        Args:
-            pieces: of this rank's batch.
-            method: the user's call, for the error.
-        """
-        waits_in = "Sharded parameters are gathered" if self.is_sharded else "SyncBatchNorm sums its statistics"
-        if (self.is_sharded or self._has_sync_batch_norm) and not ranks_agree(self._trainer, pieces):
-            raise RuntimeError(
-                f"`{method}(batch, ...)`: the ranks split their batches into different numbers of micro-batches, this"
-                f" one into {pieces}. {waits_in} in each, so some ranks would wait forever. Give all ranks batches of"
-                " the same size."
-            )
-
-    def prepare_for_retries(self, method: str) -> None:
-        """Make sure that nothing is sent between ranks while one of them may run out of memory."""
-        if self.size == 1:
-            return
-        if self._obstacle is not None:
-            raise MisconfigurationException(
-                f'`{method}(micro_batch_size="auto")` with {self._obstacle}: the ranks wait for each other inside'
-                " forward or backward, forever if one of them runs out of memory there. Give a number of items."
-            )
-        self.learn_graph()
-
-    def learn_graph(self) -> None:
-        """Let a static graph be learned now, with every parameter in it, if it is not yet."""
-        if self._learns_graph:
-            empty = [parameter for parameter in self._module.parameters() if parameter.grad is None]
-            self.zero_backward(self._module.parameters())
-            for parameter in empty:  # others hold what a checkpoint has restored, equal on all ranks
-                parameter.grad = None
-
-    @cached_property
-    def _has_sync_batch_norm(self) -> bool:
-        return self.size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in self._module.modules())
-
-    @cached_property
-    def _obstacle(self) -> str | None:
-        if self.is_sharded:
-            return "sharded parameters"
-        if self._has_sync_batch_norm:
-            return "SyncBatchNorm"
-        return "sync_each_micro_batch=True" if self._sync_each else None
 
     def all_reduce_min(self, number: float) -> float:
         """Take the smallest of the ranks' numbers by one all-reduce."""

@@ -21,6 +21,7 @@ from lightning_accum.checks import arguments
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, finite_unless, weighs_nothing
 from lightning_accum.seams import loop
+from lightning_accum.split.ranks import learn_graph
 from lightning_accum.split.retry import (
     SplitBatch,
     WholeBatchOutOfMemoryError,
@@ -73,7 +74,7 @@ def accumulate_cached(
     if not micro_batch.learns:  # the forward gathers the statistics
         run_in_pieces(step, window, batch, micro_batch_size, [contribution.embed])
         return None
-    step.ranks.learn_graph()  # none of the backwards below reaches every parameter
+    learn_graph(step)  # none of the backwards below reaches every parameter
     run_in_pieces(step, window, batch, micro_batch_size, [contribution.embed, contribution.learn])
     return step.step(window) if micro_batch.closes else None
 
@@ -95,7 +96,7 @@ class CachedContribution:
         self._step, self._window, self._batch, self._objective = step, window, batch, objective
         # With sharded parameters every reduction is part of a backward that reaches them. Under DDP none of these is:
         # the window ends with a zero backward, so that unused parameters keep no rank waiting.
-        self._syncs = closes and step.ranks.is_sharded
+        self._syncs = closes and step.ranks.size > 1 and step.ranks.is_sharded
         self._embedded: list[Embedded] = []
         self._put_back_buffers: Callable[[], None] = lambda: None
 

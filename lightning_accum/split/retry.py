@@ -16,6 +16,7 @@ from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, trainable
 from lightning_accum.seams import logs, loop
 from lightning_accum.seams.roots import garbage_collection_cuda, is_oom_error, rank_zero_info
+from lightning_accum.split.ranks import prepare_for_retries, refuse_unequal_pieces
 from lightning_accum.split.slicing import Slicer, batch_size, equal_sizes, pieces
 from lightning_accum.step.manual import ManualStep, Piece
 from lightning_accum.window.state import Accumulator
@@ -85,7 +86,7 @@ def run_in_pieces(
         _run_what_fits(step, window, batch, stages)
         return
     sizes = equal_sizes(batch.size, micro_batch_size)
-    step.ranks.refuse_unequal_pieces(len(sizes), batch.method)
+    refuse_unequal_pieces(step, len(sizes), batch.method)
     for stage in stages:
         stage(sizes)
 
@@ -102,7 +103,7 @@ def _contribute_all(step: ManualStep, window: Accumulator, batch: SplitBatch, si
         del given  # nothing of a piece's graph outlives it
 
 
-def _loss_of(step: ManualStep, batch: SplitBatch, piece: Any, size: int) -> tuple[Tensor, Weight] | None:
+def _loss_of(step: ManualStep, batch: SplitBatch, piece: object, size: int) -> tuple[Tensor, Weight] | None:
     given = batch.function(piece)
     loss, weight = given if isinstance(given, tuple) else (given, None)
     if loss is None:
@@ -119,7 +120,7 @@ def _loss_of(step: ManualStep, batch: SplitBatch, piece: Any, size: int) -> tupl
 def _run_what_fits(step: ManualStep, window: Accumulator, batch: SplitBatch, stages: Sequence[Stage]) -> None:
     """Try, and halve the micro-batches until no rank runs out of memory; each try is of the batch as it came."""
     history = window.history
-    step.ranks.prepare_for_retries(batch.method)
+    prepare_for_retries(step, batch.method)
     while True:
         put_back = _remember(step, window)
         total = batch.size

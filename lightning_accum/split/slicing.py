@@ -20,7 +20,7 @@ _WAY_OUT = (
 )
 
 
-def batch_size(batch: Any, dim: int = 0, method: str = "accumulate_split") -> int:
+def batch_size(batch: object, dim: int = 0, method: str = "accumulate_split") -> int:
     """Return how many items a batch holds.
 
     Args:
@@ -165,7 +165,7 @@ def _lengths(batch: Any) -> list[int]:
     return [len(batch)] if has_items else []
 
 
-def _is_column(batch: Any) -> bool:
+def _is_column(batch: object) -> bool:
     """Return whether a slice of it holds some of its items."""
     # A slice of a string or of a named tuple is not a batch of fewer items.
     if isinstance(batch, (str, bytes, Tensor, Mapping, type)) or hasattr(batch, "_fields"):
@@ -195,7 +195,7 @@ def _replace_fields(batch: Any, values: dict[str, Any]) -> Any:
     return new
 
 
-def _short(batch: Any) -> str:
+def _short(batch: object) -> str:
     parts = _parts(batch)
     inside = "" if parts is None else f" of {', '.join(type(part).__name__ for part in parts.values())}"
     return f"a {type(batch).__name__}{inside}"
