@@ -188,9 +188,9 @@ class AccumulationMixin(_Module):
     @_uncompiled
     def accumulate_cached(
         self,
-        batch: Any,
-        embed_fn: Callable[[Any], Any],
-        loss_fn: Callable[[Any], Tensor | None],
+        batch: object,
+        embed_fn: cached.EmbedFn,
+        loss_fn: cached.ContrastFn,
         *,
         micro_batch_size: int | Literal["auto"],
         weight: float | Tensor | None = None,

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
 
+EmbedFn = Callable[[Any], Any]
+ContrastFn = Callable[[Any], Tensor | None]
+
+
 class Objective(NamedTuple):
     """What a batch's embeddings are for; the user's arguments.
 
@@ -45,7 +49,7 @@ class Objective(NamedTuple):
         weight: items that the loss is a mean over; None: the default.
     """
 
-    loss_fn: Callable[[Any], Tensor | None]
+    loss_fn: ContrastFn
     weight: float | Tensor | None
 
 
@@ -58,7 +62,7 @@ class Embedded(NamedTuple):
     """
 
     put_back_rng: Callable[[], None]
-    output: Any
+    output: object
 
 
 def accumulate_cached(
@@ -137,7 +141,7 @@ class CachedContribution:
             self._embed_again(sizes, weight)
         self._step.engine.end_backward(self._window, synced=counts and self._syncs)
 
-    def _whole(self) -> Any:
+    def _whole(self) -> object:
         """The embeddings of the whole batch, in the structure that ``embed_fn`` returned."""
         outputs = [piece.output for piece in self._embedded]
         columns = [list(tensors(output)) for output in outputs]
@@ -150,7 +154,7 @@ class CachedContribution:
         weight = self._step.weigh(self._objective.weight, device, float(size))
         if weighs_nothing(weight) and self._step.ranks.size > 1:
             # The backward of a gather in `loss_fn` needs this rank too, and brings what others' losses owe to its rows.
-            return self._step.weigh(torch.zeros(()), device)
+            return torch.zeros((), dtype=torch.float64, device=device)
         return weight
 
     def _embed_again(self, sizes: list[int], weight: Weight) -> None:

@@ -51,7 +51,7 @@ class SplitBatch:
         """Items in the batch."""
         return batch_size(self.batch, self.dim, self.method)
 
-    def pieces(self, sizes: list[int]) -> Iterator[Any]:
+    def pieces(self, sizes: list[int]) -> Iterator[object]:
         """Cut it into pieces of these sizes."""
         return pieces(self.batch, sizes, self.dim, self.slicer)
 

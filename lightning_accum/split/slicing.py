@@ -107,7 +107,7 @@ def tensors(batch: object) -> Iterator[Tensor]:
     return (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))
 
 
-def with_tensors(batch: object, replacements: Iterable[Tensor]) -> Any:
+def with_tensors(batch: object, replacements: Iterable[Tensor]) -> object:
     """Return a container like this one that holds these tensors, in the order of `tensors`.
 
     Example:

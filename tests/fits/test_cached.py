@@ -793,7 +793,7 @@ def test_nothing_is_read_back_inside_a_window(monkeypatch: pytest.MonkeyPatch) -
             super().training_step(batch, batch_idx)
             monkeypatch.undo()
 
-    fit(Reads(Towers(nn.Dropout(0.5)), 3, WEIGHTS["tensors"]), make_pairs([6, 5, 4]), 3)
+    fit(Reads(Towers(nn.Dropout(0.5)), 3), make_pairs([6, 5, 4]), 3)
     assert reads == []
 
 
