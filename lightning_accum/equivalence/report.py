@@ -26,7 +26,8 @@ _ADVICE: dict[Kind, str] = {
     "sum": "the loss grows with the number of items: return its mean, or (loss / n, n)",
     "weights": "the losses are means over {:.3f} to {:.3f} of the batch: return (loss, number of items), or (loss, 0)"
     " where there are none",
-    "coupled items": "the loss compares or pools items: that part needs the whole batch at once (gradient caching)",
+    "coupled items": "the loss compares or pools items: that part needs the whole batch at once (gradient caching):"
+    " `accumulate_cached`",
 }
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers import as_given
 from ranks.test_ranks import fit_on_ranks
+from resume_helpers import Resumable, Saves
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.multiprocessing import ProcessRaisedException
@@ -183,6 +184,20 @@ class Tight(Ranked):
 def test_auto_halves_on_all_ranks_when_one_runs_out_of_memory(where: str, static_graph: bool) -> None:
     module = Tight(Towers(), RAGGED, size="auto", where=where)
     ranks = fit_on_ranks(module, ddp={"static_graph": static_graph}, accumulate_grad_batches=2)
+    check(ranks, first_window(RAGGED))
+
+
+class Resumed(Ranked):
+    def train_dataloader(self) -> Any:
+        return Resumable(batches_of(self.sizes, self.global_rank))
+
+
+@pytest.mark.parametrize("size", [2, "auto"])
+def test_a_static_graph_is_learned_without_losing_a_resumed_window(size: Any) -> None:
+    module = Resumed(Towers(), RAGGED, size=size)
+    fit_on_ranks(module, callbacks=[AccumulationScheduler(2), Saves()], ddp={"static_graph": True})
+    resumed = Resumed(Towers(seed=1), RAGGED, size=size)
+    ranks = fit_on_ranks(resumed, callbacks=[AccumulationScheduler(2)], ddp={"static_graph": True}, ckpt_path="0.ckpt")
     check(ranks, first_window(RAGGED))
 
 
