@@ -15,6 +15,7 @@ from lightning_accum.checks import refusals
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.seams import hooks
 from lightning_accum.seams.roots import LIGHTNING_MODULES, LightningModule
+from lightning_accum.seams.window_length import opens_window
 from lightning_accum.split import cached, retry
 from lightning_accum.step.manual_fit import ModuleState
 
@@ -69,6 +70,7 @@ class AccumulationMixin(_Module):
     __jit_unused_properties__ = (  # type: ignore[assignment]
         *LightningModule.__jit_unused_properties__,
         "effective_step",
+        "opens_window",
         "skipped_steps",
     )
 
@@ -110,6 +112,12 @@ class AccumulationMixin(_Module):
         """How many of these windows moved no weights; 0 before a fit."""
         return self._accumulation.progress.skipped_steps
 
+    @property
+    def opens_window(self) -> bool:
+        """Whether the present micro-batch opens an accumulation window; False outside of a fit."""
+        step = self._accumulation.step
+        return step is not None and opens_window(step.trainer)
+
     @_uncompiled
     def accumulate(
         self,
@@ -142,7 +150,7 @@ class AccumulationMixin(_Module):
             ValueError: a loss that is not a scalar; a negative or non-finite Python weight; an optimizer that is not
                 this module's, or none where there are several.
         """
-        return self._accumulation.running_step("accumulate(loss").accumulate(loss, weight, optimizer, more=more)
+        return self._accumulation.running_step("accumulate(loss", self).accumulate(loss, weight, optimizer, more=more)
 
     @_uncompiled
     def accumulate_split(
@@ -181,7 +189,7 @@ class AccumulationMixin(_Module):
             ValueError: a batch whose parts differ in size; a size below 1.
             MisconfigurationException: ``"auto"`` where ranks wait for each other inside forward or backward.
         """
-        step = self._accumulation.running_step("accumulate_split(batch, loss_fn")
+        step = self._accumulation.running_step("accumulate_split(batch, loss_fn", self)
         split = retry.SplitBatch(batch, loss_fn, batch_dim, getattr(self, "slice_micro_batch", None))
         return retry.accumulate_split(step, optimizer, split, micro_batch_size)
 
@@ -205,28 +213,21 @@ class AccumulationMixin(_Module):
 
         Args:
             batch: as for `accumulate_split`; at least one item.
-            embed_fn: returns a micro-batch's embeddings, batch first: a tensor, or a tuple or dict of tensors. It is
-                called twice for each, so it must not log or update metrics.
-            loss_fn: takes the embeddings of the whole batch in the same structure; returns the loss, the mean over
-                ``weight`` items. Its own parameters (a temperature, a head) get their gradient too. With several ranks
-                it may gather: ``self.all_gather(embeddings, sync_grads=True)``.
+            embed_fn: returns a micro-batch's embeddings, batch first: a tensor, or a tuple or dict of tensors. It runs
+                twice for each, so it must not log or update metrics.
+            loss_fn: takes the embeddings of the whole batch; returns the loss, the mean over ``weight`` items. Its own
+                parameters (a temperature) learn too. It may gather: ``self.all_gather(x, sync_grads=True)``.
             micro_batch_size: as for `accumulate_split`; ``"auto"`` halves it in both passes.
             weight: as for `accumulate`. Default: the scheduler's ``weight_fn``, or the batch's size.
             optimizer: whose window; needed only if there are several.
             batch_dim: the batch dimension of the tensors in ``batch``.
 
-        Returns:
-            What the window reports, if this call closed it with an optimizer step; otherwise None.
-
-        Raises:
-            RuntimeError, TypeError, ValueError, MisconfigurationException: as for `accumulate_split`; also for an empty
-                batch, and embeddings without the batch dimension first.
+        Returns and raises as `accumulate_split`; ValueError also for an empty batch, and embeddings not batch first.
 
         References:
-            Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, 2021,
-            https://arxiv.org/abs/2101.06983
+            Gao et al., Scaling Deep Contrastive Learning Batch Size, 2021, https://arxiv.org/abs/2101.06983
         """
-        step = self._accumulation.running_step("accumulate_cached(batch, embed_fn, loss_fn")
+        step = self._accumulation.running_step("accumulate_cached(batch, embed_fn, loss_fn", self)
         slicer = getattr(self, "slice_micro_batch", None)
         split = retry.SplitBatch(batch, embed_fn, batch_dim, slicer, "accumulate_cached")
         return cached.accumulate_cached(step, optimizer, split, cached.Objective(loss_fn, weight), micro_batch_size)

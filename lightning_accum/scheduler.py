@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.checks import advice, refusals
-from lightning_accum.checks.arguments import check_weight_fn
+from lightning_accum.checks.arguments import check_bools, check_weight_fn
 from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule import resolve
-from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown, requested
-from lightning_accum.seams import hooks, loop
+from lightning_accum.schedule.assigned import AssignableSchedule
+from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown
+from lightning_accum.seams import hooks, loop, restart
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.roots import SIGTERM_EXCEPTIONS, Callback, rank_zero_info
+from lightning_accum.step import resume
 from lightning_accum.step.doors import choose_door
 from lightning_accum.step.engine import Door, Engine, Options
 from lightning_accum.step.guards import check_first_backward
@@ -28,13 +30,14 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class AccumulationScheduler(Callback):
+class AccumulationScheduler(AssignableSchedule, Callback):
     """Schedules the accumulation factor; makes every accumulation window's update that of the one big batch.
 
     In automatic optimization nothing else is needed; in manual optimization it works with `AccumulationMixin`. Each
     window gets its true length (an epoch's last one may be shorter), the factor changes only where a window opens, and
     a resumed fit continues the open window. During a fit ``trainer.accumulate_grad_batches`` is the current window's
-    length; afterwards the Trainer has its own value again.
+    length; afterwards the Trainer has its own value again. Between fits `scheduling`, `effective_batch_size` and
+    `interval` can be assigned.
 
     Args:
         scheduling: the accumulation factor (micro-batches per window), or ``{start: factor}``, for example
@@ -85,8 +88,9 @@ class AccumulationScheduler(Callback):
     ) -> None:
         refuse_unknown("partial_window", partial_window, PartialWindow)
         check_weight_fn(weight_fn)
-        self.schedule = requested(scheduling, effective_batch_size, interval)
-        self.scheduling = dict(scheduling) if isinstance(scheduling, Mapping) else scheduling
+        check_bools(accumulate_in_float32=accumulate_in_float32, save_gradients=save_gradients)
+        check_bools(sync_each_micro_batch=sync_each_micro_batch)
+        self._request(scheduling, effective_batch_size, interval)
         self.partial_window = partial_window
         self.weight_fn = weight_fn
         self.save_gradients = save_gradients
@@ -94,16 +98,21 @@ class AccumulationScheduler(Callback):
         self.is_attached = False  # by the mixin, for one fit
         self.gradients = WindowGradients(accumulate_in_float32)
         self.flags = TrainerFlags()
+        hooks.leave_out(self, "on_before_backward", "on_after_backward", "on_before_zero_grad")
         self._reset()
 
     def _reset(self) -> None:
-        """Forget the last fit."""
         self.gradients.end()
         self.progress = Progress()
         self._door = Door()
         self._placement = WindowPlacement(self.schedule, self.partial_window, self.progress, self.flags)
         self._restored: State | None = None  # from a checkpoint, until training starts
         self._has_failed = False
+
+    @override
+    def _refuse_assignment(self, name: str) -> None:
+        if type(self._door) is not Door and not self._has_failed:
+            raise refusals.runs(name)
 
     # In the order of a run
 
@@ -121,6 +130,7 @@ class AccumulationScheduler(Callback):
         self.progress.load_state_dict(new_state(trainer))  # stays, if no epoch is left
         options = Options(self.weight_fn, self.partial_window, self.save_gradients, self.sync_each_micro_batch)
         self._engine = Engine(trainer, pl_module, options, self.progress, self.gradients, self.flags)
+        self._engine.scheduler = self
         self._door = choose_door(self._engine, pl_module)
         self._placement.begin_fit(trainer, pl_module)
 
@@ -138,23 +148,29 @@ class AccumulationScheduler(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restore(trainer)
+        state = self._restore(trainer)
         self._engine.guard_open_window()
         self._door.start()
+        resume.finish_batch_after_start(self._engine, self._door, state)
         refusals.refuse_unequal_loaders(trainer)
         schedule = self._placement.schedule
         advice.warn_at_start(trainer, pl_module, schedule, self.partial_window)
         self._engine.unweighted_warning = advice.unequal_micro_batches(trainer, schedule, self.partial_window) or ""
-        rank_zero_info(resolve.arithmetic(trainer, schedule))
+        if plan := resolve.arithmetic(trainer, schedule):
+            rank_zero_info(plan)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._door.begin_epoch()
+        if self._placement.follow_loader(trainer):  # `reload_dataloaders_every_n_epochs`
+            advice.warn_of_rounded_sizes(trainer, self._placement.schedule)
+            rank_zero_info(resolve.arithmetic(trainer, self._placement.schedule))
         self._placement.begin_epoch(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self.flags.in_charge(trainer):
+            hooks.pass_over(self, "on_train_batch_end", False)
             return
         if self._restored is not None:  # by a finder inside the fit, which loads what it has saved before it ran
             self._restore(trainer)
@@ -163,6 +179,9 @@ class AccumulationScheduler(Callback):
         if self._placement.begin_batch(trainer, batch_idx, extends_overdue=self._door.extends_overdue):
             self.gradients.start(trainer.optimizers)  # BackboneFinetuning adds parameters between windows
         self._door.begin_batch(batch)
+        # Inside a window that is guarded already, a micro-batch's end has nothing for us; a subclass may have more.
+        inside = self.flags.is_inside(trainer) and self.progress.window.is_pending
+        hooks.pass_over(self, "on_train_batch_end", inside and type(self) is AccumulationScheduler)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -183,6 +202,7 @@ class AccumulationScheduler(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flags.release_logs(trainer)
         self._placement.end_epoch(trainer, keeps_window=self._door.end_epoch())
+        restart.end_restart(trainer)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -201,20 +221,22 @@ class AccumulationScheduler(Callback):
 
     def _release(self, trainer: Trainer, module: LightningModule) -> None:
         self.flags.give_back(trainer)
+        hooks.pass_over(self, "on_train_batch_end", False)
         self.gradients.release()
         self._door.release()
-        hooks.unshadow_all(module, "on_validation_model_zero_grad", "configure_optimizers")
+        hooks.unshadow_all(module, "on_validation_model_zero_grad", "configure_optimizers", "on_train_start")
         hooks.unshadow_all(trainer.strategy, "backward", "block_backward_sync")
         hooks.unshadow_all(trainer.precision_plugin, "backward")
 
     # Checkpoints
 
-    def _restore(self, trainer: Trainer) -> None:
+    def _restore(self, trainer: Trainer) -> State:
         """Go on where the checkpoint was made; without one, where Lightning's own counter stands."""
         state, self._restored = self._restored or new_state(trainer), None
         self.progress.load_state_dict(state)
         self._placement.resume(trainer, state["window"])
         advice.warn_of_lost_gradients(checkpoints.restore_gradients(trainer, self.progress, self.gradients, state))
+        return state
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -222,13 +244,20 @@ class AccumulationScheduler(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._door.before_save()
+        kept = self._door.before_save()
         why_not = None if self.save_gradients else "`save_gradients=False`"
         if why_not is None and self._has_failed and trainer.world_size > 1:
             why_not = "one rank may have failed alone"
         if checkpoints.batch_is_done(trainer, self.progress):
             loop.enter_batch_as_done(checkpoint)
-        checkpoint["callbacks"][self.state_key] |= checkpoints.snapshot(trainer, self.progress, self.gradients, why_not)
+        restart.keep_validation(trainer, checkpoint)
+        kept |= checkpoints.unfinished(trainer, self.progress)
+        kept |= checkpoints.snapshot(trainer, self.progress, self.gradients, why_not)
+        checkpoint["callbacks"][self.state_key] |= kept
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        restart.reopen_epoch(checkpoint)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from numbers import Real
 from typing import TYPE_CHECKING
 
@@ -13,9 +12,10 @@ from torch.optim import Optimizer
 
 from lightning_accum.gradients.buffers import any_gradient
 from lightning_accum.schedule.validate import positive_int
-from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS
+from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS, MisconfigurationException
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
 
@@ -73,68 +73,84 @@ def check_weight_fn(weight_fn: object) -> None:
         )
 
 
+def check_bools(**options: object) -> None:
+    """Raise TypeError unless these options of AccumulationScheduler are True or False: any word is true."""
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"`AccumulationScheduler({name}={value!r})`: must be True or False.")
+
+
 def check_split(size: object, batch_dim: int, method: str = "accumulate_split") -> None:
     """Raise unless ``micro_batch_size`` is a positive int or ``"auto"``, and ``batch_dim`` counts from the front."""
     if size != "auto":
         call = f"{method}(micro_batch_size={size!r})"
         # Another word is a bad value and not a bad type, so it is checked as 0.
         positive_int(0 if isinstance(size, str) else size, call, 'must be an int >= 1, or "auto"')
+    if isinstance(batch_dim, bool) or not isinstance(batch_dim, int):
+        raise TypeError(f"`{method}(batch_dim={batch_dim!r})`: must be an int >= 0.")
     if batch_dim < 0:
         raise ValueError(f"`{method}(batch_dim={batch_dim})`: must be >= 0, counted from the first dimension.")
 
 
-# What `accumulate_cached` is given
+def check_function(function: object, method: str, name: str, example: str) -> None:
+    """Raise TypeError unless a function that the user gave can be called.
+
+    Args:
+        function: what was given.
+        method: the user's call.
+        name: the argument.
+        example: what it does, with code.
+    """
+    if not callable(function):
+        given = f"a tensor of shape {tuple(function.shape)}" if isinstance(function, Tensor) else repr(function)
+        raise TypeError(f"`{method}(batch, {name})`: `{name}` must be a function from {example}, got {given}.")
 
 
-def empty_batch(method: str) -> ValueError:
-    """Return the error for a batch without items, which has nothing to compare."""
-    return ValueError(
-        f"`{method}(batch, ...)`: the batch is empty. Its items are compared with each other, over ranks if `loss_fn`"
-        " gathers, so every rank needs at least one: use `drop_last=True`, or a sampler that gives all ranks items."
-    )
-
-
-def check_embeddings(embeddings: Sequence[object], size: int) -> None:
-    """Raise unless ``embed_fn`` returned tensors with one row for each of a micro-batch's ``size`` items."""
-    given = "`embed_fn(micro_batch)`"
-    wrong = [type(part).__name__ for part in embeddings if not isinstance(part, Tensor | None)]
-    found = [part for part in embeddings if isinstance(part, Tensor)]
-    if wrong or not found:
-        raise TypeError(
-            f"{given}: must return a tensor, or a tuple or dict of tensors, got {wrong[0] if wrong else 'none'}. Pass"
-            " what is no embedding to `loss_fn` in another way."
-        )
-    shapes = [tuple(tensor.shape) for tensor in found]
-    if any(shape[:1] != (size,) for shape in shapes):
+def loss_and_weight(given: object) -> tuple[Tensor | None, float | Tensor | None]:
+    """Return what a ``loss_fn`` returned as (loss, weight); a weight of None was not given."""
+    pair = given if isinstance(given, tuple) else (given, None)
+    if len(pair) != 2:
         raise ValueError(
-            f"{given}: each tensor must have the batch dimension first, with one row for each of the micro-batch's"
-            f" {size} items, got {', '.join(map(str, shapes))}. Return several views as a tuple, one tensor each; and"
-            " no mean over the items, which `loss_fn` may take."
+            f"`loss_fn(micro_batch)`: must return the loss, or (loss, weight), got a tuple of {len(pair)} entries."
+        )
+    return pair
+
+
+def check_more(more: object) -> None:
+    """Raise TypeError unless ``more`` is a bool: any word is true."""
+    if not isinstance(more, bool):
+        raise TypeError(f"`accumulate(loss, more={more!r})`: must be True or False.")
+
+
+def check_total_weight(total: float) -> None:
+    """Raise if a window's weights, some of which were not read before, add up to no number of items."""
+    if not 0 <= total < math.inf:
+        raise ValueError(
+            f"The weights of an accumulation window add up to {total}: each `weight` must be finite and >= 0, the"
+            " number of items in the micro-batch. The window's gradient is not defined, and no step was taken."
         )
 
 
-def unequal_embeddings(counts: Sequence[int]) -> ValueError:
-    """Return the error for pieces with different numbers of tensors."""
-    return ValueError(
-        f"`embed_fn(micro_batch)`: must return equally many tensors for each micro-batch, got {list(counts)}."
-    )
-
-
-def not_replayed(first: object, again: object) -> RuntimeError:
-    """Return the error for an ``embed_fn`` that returned other shapes the second time."""
-    return RuntimeError(
-        f"`embed_fn(micro_batch)` returned tensors of shapes {first} first, and {again} when it was called again for"
-        " the same micro-batch. It must repeat itself: random states and buffers are put back in between, other state"
-        " is not."
-    )
-
-
-def no_graph_to_embeddings() -> RuntimeError:
-    """Return the error for embeddings and a loss that reach no parameter of the optimizer."""
-    return RuntimeError(
-        "`embed_fn(micro_batch)`: the embeddings have no graph, and `loss_fn` reaches no parameter of the optimizer."
-        " Were they detached, or computed under `torch.no_grad`?"
-    )
+def check_clip(trainer: Trainer, value: object, algorithm: object) -> None:
+    """Raise as Lightning does for a clip of another value or kind than the Trainer's, or of none that exists."""
+    own_value, own_algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    if not isinstance(value, int | float | None) or isinstance(value, bool):
+        raise TypeError(f"`clip_gradients(gradient_clip_val={value!r})`: must be an int, a float or None.")
+    kind = algorithm.lower() if isinstance(algorithm, str) else algorithm
+    if kind not in ("norm", "value", None):
+        raise MisconfigurationException(
+            f"`clip_gradients(gradient_clip_algorithm={algorithm!r})`: accepted are 'norm' and 'value'."
+        )
+    if None not in (value, own_value) and value != own_value:
+        raise MisconfigurationException(
+            f"`clip_gradients(gradient_clip_val={value!r})` and `Trainer(gradient_clip_val={own_value!r})` both set the"
+            " clip. Remove one of them."
+        )
+    if None not in (kind, own_algorithm) and kind != own_algorithm:
+        raise MisconfigurationException(
+            f"`clip_gradients(gradient_clip_algorithm={kind!r})` and"
+            f" `Trainer(gradient_clip_algorithm={str(own_algorithm)!r})` both set the kind of clip. Remove one of them."
+        )
 
 
 def check_no_gradients(optimizer: Optimizer) -> None:
@@ -142,21 +158,26 @@ def check_no_gradients(optimizer: Optimizer) -> None:
     if any_gradient(optimizer):
         raise RuntimeError(
             "Found gradients that did not come from `accumulate`: `loss.backward()` or `manual_backward` was called by"
-            " hand. They lack the window's weights and scale. Pass the loss to `self.accumulate(loss)` instead; with"
-            " several losses in one `training_step`, give `more=True` for all but the last. With several ranks there is"
-            " another cause: the loss of another optimizer ran backward through this one's parameters. Compute and"
-            " accumulate it inside `with optimizer.toggle_model():`."
+            " hand. They lack the window's weights and scale. Pass the loss to `self.accumulate(loss)` instead. Of"
+            " several losses in one `training_step` pass the sum: `self.accumulate(loss_1 + loss_2)`; k calls, all but"
+            " the last with `more=True`, are a mean of k losses. With several ranks there is another cause: the loss of"
+            " another optimizer ran backward through this one's parameters. Compute and accumulate it inside `with"
+            " optimizer.toggle_model():`."
         )
 
 
 def refuse_lost_gradients(witness: Tensor | None, optimizer: Optimizer) -> None:
     """Raise if an open window has lost its gradients; ``witness`` is a parameter that had one, if any had."""
-    # Only `set_to_none=True` is seen: the zeros of `set_to_none=False` look like gradients.
     if witness is not None and witness.grad is None and not any_gradient(optimizer):
-        raise RuntimeError(
-            "The gradients of an open accumulation window are gone: `zero_grad()` was called by hand, or a hook set"
-            " them to None. Remove that call: they are zeroed when the window has closed."
-        )
+        raise gradients_are_gone()
+
+
+def gradients_are_gone() -> RuntimeError:
+    """Return the error for an open window that has lost its gradients, to None or to zeros."""
+    return RuntimeError(
+        "The gradients of an open accumulation window are gone: `zero_grad()` was called by hand, or a hook set"
+        " them to None. Remove that call: they are zeroed when the window has closed."
+    )
 
 
 def is_on_host(weight: Tensor) -> bool:
@@ -181,6 +202,8 @@ def as_weight(weight: object, device: torch.device, name: str = "weight") -> flo
         ValueError: negative or not finite (a number, or a CPU tensor), or a tensor that is not of shape ``()``.
     """
     if isinstance(weight, Tensor):
+        if weight.is_complex():
+            raise TypeError(f"`{name}` must be real, got a tensor of {weight.dtype}.")
         if weight.dim() != 0:
             raise ValueError(f"`{name}`: a tensor weight must have shape (), got {tuple(weight.shape)}. Sum it first.")
         if not is_on_host(weight):
@@ -191,7 +214,10 @@ def as_weight(weight: object, device: torch.device, name: str = "weight") -> flo
         weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, Real):  # numpy's scalars are `Real` too
         raise TypeError(f"`{name}` must be an int, a float or a tensor of shape (), got {weight!r}.")
-    weight = float(weight)
+    try:
+        weight = float(weight)
+    except OverflowError:
+        weight = math.inf
     if not math.isfinite(weight) or weight < 0:
         raise ValueError(f"`{name}={weight}`: must be finite and >= 0, the number of items in the micro-batch.")
     return weight

@@ -7,7 +7,14 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from lightning_accum.seams.roots import LIGHTNING_MODULES
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+from lightning_accum.seams.roots import Callback
 
 # Fact: Lightning notes in this attribute of the module which hook runs, some 30 times per micro-batch.
 RUNNING_HOOK = "_current_fx_name"
@@ -126,8 +133,34 @@ def shadow_once(owner: object, hook: str, replacement: Hook) -> None:
     shadow(owner, hook, once)
 
 
+def leave_out(callback: Callback, *names: str) -> None:
+    """Let Lightning pass over hooks that a callback of ours does not define; a subclass may.
+
+    Fact: it calls those of the base class too, in a profiler context each, but nothing that is not callable.
+    """
+    for hook in names:
+        if getattr(type(callback), hook) is getattr(Callback, hook):
+            vars(callback)[hook] = None
+
+
+def pass_over(callback: Callback, hook: str, skip: bool) -> None:
+    """Let Lightning skip a hook of a callback of ours while there is nothing for it to do, or call it again."""
+    if skip:
+        vars(callback)[hook] = None
+    else:
+        vars(callback).pop(hook, None)
+
+
 def keep_gradients() -> None:
     """Do nothing: in front of ``on_validation_model_zero_grad`` while a window is open."""
+
+
+def is_overridden(owner: LightningModule, hook: str) -> bool:
+    """Whether a module's hook is another than Lightning's, by its class or by what was set on the object."""
+    if hook in vars(owner):
+        return True
+    own = getattr(type(owner), hook)
+    return all(own is not getattr(root, hook) for root in LIGHTNING_MODULES)
 
 
 def is_set_on_object(owner: object, hook: str) -> bool:

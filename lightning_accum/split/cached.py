@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_accum.checks import arguments
+from lightning_accum.checks import arguments, embeddings
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, finite_unless, weighs_nothing
 from lightning_accum.seams import loop
@@ -74,6 +74,10 @@ def accumulate_cached(
 ) -> EffectiveStep | None:
     """Contribute a batch whose items are compared to an optimizer's window; step if it is the window's last one."""
     window, micro_batch = step.open_window(f"{batch.method}(batch, embed_fn, loss_fn", optimizer)
+    example = "a micro-batch to its embeddings, for example `self.embed`"
+    arguments.check_function(batch.function, batch.method, "embed_fn", example)
+    example = "the whole batch's embeddings to the loss, for example `self.contrast`"
+    arguments.check_function(objective.loss_fn, batch.method, "loss_fn", example)
     contribution = CachedContribution(step, window, batch, objective, closes=micro_batch.closes)
     if not micro_batch.learns:  # the forward gathers the statistics
         run_in_pieces(step, window, batch, micro_batch_size, [contribution.embed])
@@ -109,14 +113,14 @@ class CachedContribution:
     def embed(self, sizes: list[int]) -> None:
         """Embed every piece without a graph."""
         if not sizes:
-            raise arguments.empty_batch(self._batch.method)
+            raise embeddings.empty_batch(self._batch.method)
         self._put_back_buffers = remember_buffers(self._step.module)
         self._embedded = []
         with torch.no_grad():
             for piece, size in zip(self._batch.pieces(sizes), sizes, strict=True):
                 put_back_rng = loop.remember_rng()
                 output = self._batch.function(piece)
-                arguments.check_embeddings(list(leaves(output)), size)
+                embeddings.check_embeddings(list(leaves(output)), size)
                 self._embedded.append(Embedded(put_back_rng, with_tensors(output, map(_leaf, tensors(output)))))
         # Fact: before torch 2.13 weights that autocast has cast without a graph are used again where one is needed.
         torch.clear_autocast_cache()
@@ -139,14 +143,14 @@ class CachedContribution:
                 self._step.backward(self._window, scaled, last=self._syncs, ends_at=cached)
             del scaled, cached  # nothing of the whole batch's graph is left during the second pass
             self._embed_again(sizes, weight)
-        self._step.engine.end_backward(self._window, synced=counts and self._syncs)
+        self._step.end_contribution(self._window, synced=counts and self._syncs)
 
     def _whole(self) -> object:
         """The embeddings of the whole batch, in the structure that ``embed_fn`` returned."""
         outputs = [piece.output for piece in self._embedded]
         columns = [list(tensors(output)) for output in outputs]
         if len({len(column) for column in columns}) > 1:
-            raise arguments.unequal_embeddings([len(column) for column in columns])
+            raise embeddings.unequal_embeddings([len(column) for column in columns])
         # New tensors, also where there is one piece: `loss_fn` may change them in place, as a network's output.
         return with_tensors(outputs[0], [torch.cat(column) for column in zip(*columns, strict=True)])
 
@@ -170,7 +174,7 @@ class CachedContribution:
                 for leaf in tensors(embedded.output):
                     leaf.grad = None  # used once
         if not reached and not any(g is not None for g in self._step.engine.gradients.held(self._optimizer)):
-            raise arguments.no_graph_to_embeddings()
+            raise embeddings.no_graph_to_embeddings()
 
     def _backward(self, pairs: list[tuple[Tensor, Tensor]], *, last: bool) -> bool:
         """Run a piece's backward; whether there is any.
@@ -211,7 +215,7 @@ def _pair(output: object, first: object, weight: Weight) -> list[tuple[Tensor, T
     again, cached = list(tensors(output)), list(tensors(first))
     shapes = [[tuple(tensor.shape) for tensor in found] for found in (cached, again)]
     if shapes[0] != shapes[1]:
-        raise arguments.not_replayed(*shapes)
+        raise embeddings.not_replayed(*shapes)
     counts = weight > 0 if isinstance(weight, Tensor) else None
     return [
         (embedding, leaf.grad if counts is None else finite_unless(counts, leaf.grad))

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_accum.checks.arguments import as_weight, check_loss, check_split
+from lightning_accum.checks.arguments import as_weight, check_function, check_loss, check_split, loss_and_weight
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, trainable
 from lightning_accum.seams import logs, loop
 from lightning_accum.seams.roots import garbage_collection_cuda, is_oom_error, rank_zero_info
 from lightning_accum.split.ranks import prepare_for_retries, refuse_unequal_pieces
 from lightning_accum.split.slicing import Slicer, batch_size, equal_sizes, pieces
-from lightning_accum.step.manual import ManualStep, Piece
+from lightning_accum.step.manual import ManualStep
+from lightning_accum.step.micro_batch import Piece
 from lightning_accum.window.state import Accumulator
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def accumulate_split(
     window, micro_batch = step.open_window("accumulate_split(batch, loss_fn", optimizer)
     if not micro_batch.learns:
         return None
+    example = "a micro-batch to its loss, for example `lambda micro_batch: self.loss(micro_batch)`"
+    check_function(batch.function, batch.method, "loss_fn", example)
     # With several ranks that retry, the sync comes after they have agreed: none waits in it for one that has failed.
     syncs = micro_batch.closes and (step.ranks.size == 1 or not isinstance(micro_batch_size, str))
     run_in_pieces(
@@ -94,6 +97,7 @@ def run_in_pieces(
 def _contribute_all(step: ManualStep, window: Accumulator, batch: SplitBatch, sizes: list[int], *, syncs: bool) -> None:
     """Run the forward and backward of every piece; ``syncs``: the last one is the window's last one, and synced."""
     is_first = True
+    step.engine.awaits(True)
     for index, piece in enumerate(batch.pieces(sizes)):
         last = syncs and index + 1 == len(sizes)
         given = _loss_of(step, batch, piece, sizes[index])
@@ -101,11 +105,11 @@ def _contribute_all(step: ManualStep, window: Accumulator, batch: SplitBatch, si
             step.contribute(window, *given, last=last, piece=Piece(len(sizes), is_first))
             is_first = False
         del given  # nothing of a piece's graph outlives it
+    step.engine.awaits(False)
 
 
 def _loss_of(step: ManualStep, batch: SplitBatch, piece: object, size: int) -> tuple[Tensor, Weight] | None:
-    given = batch.function(piece)
-    loss, weight = given if isinstance(given, tuple) else (given, None)
+    loss, weight = loss_and_weight(batch.function(piece))
     if loss is None:
         return None
     check_loss(loss, "loss_fn(micro_batch)")
@@ -231,6 +235,7 @@ def _remember_window(step: ManualStep, window: Accumulator) -> Callable[[], None
 
     def put_back() -> None:
         progress.last_batch = last_batch
+        step.gradient_watch.forget()
         put_back_window()
 
     return put_back

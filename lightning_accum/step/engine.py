@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum.checks import advice
-from lightning_accum.checks.arguments import as_weight, refuse_lost_gradients
+from lightning_accum.checks.arguments import as_weight, check_total_weight, refuse_lost_gradients
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, witness
 from lightning_accum.gradients.distributed import Ranks
@@ -23,12 +23,12 @@ from lightning_accum.schedule.factors import PartialWindow, Schedule
 from lightning_accum.seams import hooks
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.roots import rank_zero_warn
-from lightning_accum.window.progress import Progress
+from lightning_accum.window.progress import Progress, State
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution, Totals
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Engine:
         self.trainer, self.module, self.options, self.progress = trainer, module, options, progress
         self.gradients, self.flags = gradients, flags
         self.ranks = Ranks(trainer, module, sync_each=options.sync_each_micro_batch)
+        self.scheduler: Callback | None = None  # whose hooks drive the fit
         self.batch = 0  # the present micro-batch, counted over the whole training from 1
         self.unweighted_warning = ""  # to be given when a micro-batch without a weight arrives
 
@@ -103,12 +104,17 @@ class Engine:
         """Make the optimizer's gradient the window's weighted mean; whether there is anything to step with."""
         optimizer = self.trainer.optimizers[window.index]
         sums = sum_over_ranks(window.weight, window.loss, window.batches)
+        check_total_weight(sums[0])
         correction = window.begin_step(Totals(*sums, self.ranks.size))
         if correction is None:
             self.gradients.drop(optimizer)
             return False
         self.gradients.normalize(optimizer, correction)
         return True
+
+    def awaits(self, more: bool) -> None:
+        """Note whether the present micro-batch has announced more contributions than it has made."""
+        self.progress.awaited_batch = self.batch if more else 0
 
     def report(self, window: Accumulator, grad_norm: Tensor | None = None) -> EffectiveStep:
         """Return what the window reports after its step."""
@@ -194,8 +200,12 @@ class Door:
         """An epoch has ended; whether its open window is kept for the checkpoints made at the end."""
         return False
 
-    def before_save(self) -> None:
-        """A checkpoint is being made."""
+    def before_save(self) -> State:
+        """A checkpoint is being made; return what it keeps of this kind of optimization."""
+        return {}
+
+    def finish_batch(self, state: State) -> None:
+        """Do what the checkpoint's micro-batch has left to do but its hooks; ``state`` is what was restored."""
 
     def end_fit(self) -> None:
         """The fit has ended without an error."""

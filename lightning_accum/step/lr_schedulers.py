@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from lightning_accum.seams import logs, loop
+from lightning_accum.seams import logs, loop, restart
 from lightning_accum.seams.hooks import Hook
 from lightning_accum.seams.roots import MisconfigurationException, rank_zero_warn
+from lightning_accum.step.slips import ScheduleWatch, warn_of_missing_intervals
+from lightning_accum.window.progress import State
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -25,6 +27,8 @@ class LRSchedulers:
     def __init__(self) -> None:
         self._monitored: dict[int, LRSchedulerConfig] = {}  # by the scheduler's id: those that follow a metric
         self._awaiting_metric: list[LRSchedulerConfig] = []
+        self._completed_epoch = -1  # the last one for which those without a metric were stepped
+        self.watch = ScheduleWatch()
 
     def recording(self, configure_optimizers: Hook) -> Hook:
         """Wrap ``configure_optimizers``: monitors are noted here and kept from Lightning, which would drop them."""
@@ -33,6 +37,7 @@ class LRSchedulers:
             configured = configure_optimizers()
             if configured is None:
                 return None
+            warn_of_missing_intervals(configured)
             optimizers, configs = loop.parse_optimizers(configured)
             self._monitored = {id(config.scheduler): config for config in configs if config.reduce_on_plateau}
             return optimizers, [loop.without_monitor(config) for config in configs]
@@ -47,7 +52,7 @@ class LRSchedulers:
             if id(config.scheduler) in self._monitored:
                 self._awaiting_metric.append(config)  # the step's metrics are logged after it
             else:
-                module.lr_scheduler_step(config.scheduler, None)
+                self._advance(module, config, None)
 
     def after_batch(self, trainer: Trainer, module: LightningModule, *, validates: bool) -> None:
         """Step the schedulers that waited for a metric of the micro-batch that closed the window.
@@ -64,12 +69,21 @@ class LRSchedulers:
             else:
                 self._step_with_metric(trainer, module, config)
 
-    def after_epoch(self, trainer: Trainer, module: LightningModule, *, with_metric: bool) -> None:
-        """Step the schedulers of interval epoch: those that follow a metric, or the others.
+    def at_last_batch(self, trainer: Trainer, module: LightningModule) -> None:
+        """Step the schedulers of interval epoch, without those that follow a metric; once for an epoch.
 
-        As in automatic optimization, the others are stepped at the epoch's last micro-batch, so that every checkpoint
-        made afterwards has them stepped, and those with a metric when the module's own hooks have logged it.
+        As in automatic optimization, at the epoch's last micro-batch, whatever it contributes, so that every checkpoint
+        made afterwards has them stepped.
         """
+        if self._completed_epoch != trainer.current_epoch:
+            self._completed_epoch = trainer.current_epoch
+            self._step_epoch(trainer, module, with_metric=False)
+
+    def after_epoch(self, trainer: Trainer, module: LightningModule) -> None:
+        """Step those of interval epoch that follow a metric, when the module's own hooks have logged it."""
+        self._step_epoch(trainer, module, with_metric=True)
+
+    def _step_epoch(self, trainer: Trainer, module: LightningModule, *, with_metric: bool) -> None:
         for config in trainer.lr_scheduler_configs:
             due = config.interval == "epoch" and (trainer.current_epoch + 1) % config.frequency == 0
             if not due or with_metric != (id(config.scheduler) in self._monitored):
@@ -77,13 +91,20 @@ class LRSchedulers:
             if with_metric:
                 self._step_with_metric(trainer, module, config)
             else:
-                module.lr_scheduler_step(config.scheduler, None)
+                self._advance(module, config, None)
+
+    def _advance(self, module: LightningModule, config: LRSchedulerConfig, metric: object) -> None:
+        self.watch.check(config)
+        module.lr_scheduler_step(config.scheduler, metric)
+        self.watch.note(config.scheduler)
 
     def _step_with_metric(self, trainer: Trainer, module: LightningModule, config: LRSchedulerConfig) -> None:
         monitor = self._monitor(config)
         metric = trainer.callback_metrics.get(monitor)
         if metric is not None:
-            module.lr_scheduler_step(config.scheduler, metric)
+            self._advance(module, config, metric)
+            return
+        if restart.is_resumed(trainer):  # behind a validation, from a checkpoint of a version that kept no metrics
             return
         message = (
             f"{type(config.scheduler).__name__} follows the metric {monitor!r}, which has not been logged."
@@ -93,6 +114,27 @@ class LRSchedulers:
         if self._monitored[id(config.scheduler)].strict:
             raise MisconfigurationException(message)
         rank_zero_warn(f"{message} The learning rate is left as it is (strict=False).")
+
+    # Checkpoints
+
+    @property
+    def monitors(self) -> list[str | None]:
+        """The metrics that are followed."""
+        return [config.monitor for config in self._monitored.values()]
+
+    def state_dict(self, trainer: Trainer) -> State:
+        """Plain numbers: the epoch, and the positions of the schedulers that wait for a metric."""
+        positions = [i for i, config in enumerate(trainer.lr_scheduler_configs) if config in self._awaiting_metric]
+        return {"completed_epoch": self._completed_epoch, "awaiting_metric": positions}
+
+    def load_state_dict(self, trainer: Trainer, state: State | None) -> None:
+        """Go on from there; None of a checkpoint without it: until then they were stepped in ``training_step``."""
+        if state is None:
+            completed = trainer.current_epoch if loop.epoch_is_complete(trainer) else -1
+            state = {"completed_epoch": completed, "awaiting_metric": []}
+        self._completed_epoch = state["completed_epoch"]
+        configs = trainer.lr_scheduler_configs
+        self._awaiting_metric = [configs[i] for i in state["awaiting_metric"] if i < len(configs)]
 
     def _monitor(self, config: LRSchedulerConfig) -> str:
         return str(self._monitored[id(config.scheduler)].monitor)

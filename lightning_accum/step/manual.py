@@ -3,52 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum import effective_step
-from lightning_accum.checks import advice, arguments, refusals
+from lightning_accum.checks import arguments, by_hand, refusals
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, trainable, weighs_nothing, witness
 from lightning_accum.gradients.precision import LOW_PRECISION, real_divisor
 from lightning_accum.seams import hooks, loop
 from lightning_accum.seams.backward import UnheardBackward
 from lightning_accum.step.engine import Engine
+from lightning_accum.step.guards import HandStepGuard
 from lightning_accum.step.lr_schedulers import LRSchedulers
+from lightning_accum.step.micro_batch import WHOLE, MicroBatch, Piece
 from lightning_accum.step.optimizer_step import OptimizerStep
+from lightning_accum.step.slips import GradientWatch, OrderWatch
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from lightning.pytorch.core.optimizer import LightningOptimizer
-
-
-class MicroBatch(NamedTuple):
-    """The micro-batch of a running ``training_step``.
-
-    Args:
-        batch: what the loader gave.
-        closes: whether the window ends with it.
-        learns: False for one that only gathers statistics, whose losses are not for learning.
-    """
-
-    batch: object
-    closes: bool
-    learns: bool
-
-
-class Piece(NamedTuple):
-    """Which part of a loader batch a contribution is; as `Contribution` takes it."""
-
-    pieces: int = 1
-    opens_batch: bool = True
-
-
-WHOLE = Piece()
 
 
 class ManualStep:
@@ -63,11 +42,12 @@ class ManualStep:
     def __init__(self, engine: Engine, module: LightningModule, lr_schedulers: LRSchedulers) -> None:
         self.engine, self.module, self.trainer, self.ranks = engine, module, engine.trainer, engine.ranks
         self.lr_schedulers = lr_schedulers
-        self.optimizer_step = OptimizerStep(engine, module)
+        self.gradient_watch, self.order_watch = GradientWatch(), OrderWatch()
+        self.guard = HandStepGuard(engine.progress)
+        self.optimizer_step = OptimizerStep(engine, module, self.gradient_watch)
         self._backward = UnheardBackward(engine.trainer, module)
         self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
         self.calls = 0  # of `accumulate`, in this fit
-        self._epoch_begun = -1  # the epoch whose LR schedulers are still to be stepped; -1: none
 
     # One micro-batch, top to bottom
 
@@ -76,17 +56,19 @@ class ManualStep:
         learns, before = not loop.skips_backward(self.trainer), self.ranks.backwards
         closes = learns and loop.closes_window(self.trainer)
         self.micro_batch = MicroBatch(args[0] if args else None, closes, learns)
-        self.engine.batch, self._epoch_begun = loop.all_batches(self.trainer), self.trainer.current_epoch
+        self.engine.batch = loop.all_batches(self.trainer)
         try:
             output = training_step(*args, **kwargs)
             if not self._is_alone:
                 self.ranks.join_backward(before)
             if closes:
+                self.lr_schedulers.watch.check(*self.trainer.lr_scheduler_configs)
                 self._warn_if_never_called(output)
                 self.close_window(at=loop.ready_batches(self.trainer))
             self.complete_epoch()
         finally:
             self.micro_batch = None
+            self.order_watch.end()
         return output
 
     def accumulate(
@@ -99,7 +81,9 @@ class ManualStep:
     ) -> EffectiveStep | None:
         """Add one contribution to an optimizer's window; step if it is the last one."""
         window, micro_batch = self.open_window("accumulate(loss", optimizer)
+        arguments.check_more(more)
         last = micro_batch.closes and not more
+        self.engine.awaits(more)
         if loss is not None and micro_batch.learns:
             arguments.check_loss(loss)
             self.contribute(window, loss, self.weigh(weight, loss.device), last=last)
@@ -112,7 +96,7 @@ class ManualStep:
         scaled = self.begin_contribution(window, loss, weight, piece)
         if scaled is not None:
             self.backward(window, scaled, last=last)
-        self.engine.end_backward(window, synced=scaled is not None and last)  # only now does it count
+        self.end_contribution(window, synced=scaled is not None and last)
 
     def begin_contribution(
         self, window: Accumulator, loss: Tensor, weight: Weight, piece: Piece = WHOLE
@@ -120,6 +104,8 @@ class ManualStep:
         """Announce a contribution; return its loss scaled to its part of the window, None if it weighs nothing."""
         counts = not weighs_nothing(weight)
         contribution = Contribution(weight, loss.detach() if counts else None, *piece)
+        self.gradient_watch.check(window.index)
+        self.order_watch.check(loss)
         self._refuse_foreign_gradients(window)
         # 1. Losses are divided before the backward so that fp16 stays in range; the last backward alone is synced.
         scale = self.engine.begin_backward(window, contribution, self._length(loss.dtype, piece.pieces))
@@ -134,18 +120,28 @@ class ManualStep:
         with self.ranks.backward(scaled.device, last=last, reaches_all=ends_at is None):
             self._backward.run(scaled, **inputs)
 
+    def end_contribution(self, window: Accumulator, *, synced: bool) -> None:
+        """Count the announced contribution, whose backwards are over."""
+        self.engine.end_backward(window, synced=synced)  # only now does it count
+        if not self._is_alone:
+            self.gradient_watch.forget()  # DDP's sync writes into the gradients of all optimizers
+        self.gradient_watch.note(window.index, self.trainer.optimizers[window.index])
+
     def step(self, window: Accumulator) -> EffectiveStep | None:
         """Take an optimizer's step with the window's weighted mean gradient."""
         optimizer = self._optimizers[window.index]
         self._complete(window)
+        self.gradient_watch.end(window.index, window.micro_batches)
         # 2. One all-reduce of the sums; with a total weight of 0 there is nothing to step with.
         if not self.engine.begin_step(window, self.ranks.window_totals):
             return None
         # 3. Unscale, the hooks before the step, the clip, the update; 4. windows open for other optimizers.
         moved = self.optimizer_step.take(optimizer, in_training_step=self.micro_batch is not None)
         # 5. Counters come before the LR schedulers, which advance with the steps really taken.
-        optimizer.optimizer.zero_grad()
+        self.optimizer_step.zero_grad(optimizer.optimizer)
         window.end_step(moved=moved)
+        if len(self.trainer.optimizers) > 1 and self.micro_batch is not None and window.batches > 1:
+            self.order_watch.note_step(self.module, optimizer.optimizer)
         if moved:
             steps = window.history.steps
             self.lr_schedulers.after_optimizer_step(self.trainer, self.module, optimizer.optimizer, steps)
@@ -166,13 +162,12 @@ class ManualStep:
         self.engine.close(at=at)
 
     def complete_epoch(self) -> None:
-        """Step the LR schedulers of interval epoch if the epoch has come to its end, and they were not yet stepped."""
-        if self._epoch_begun < 0 or not loop.epoch_is_complete(self.trainer):
+        """Do what is due at the epoch's last micro-batch, before a validation or a checkpoint; done once."""
+        if not loop.epoch_is_complete(self.trainer):
             return
-        self._epoch_begun = -1
-        if self.engine.options.partial_window == "drop":  # before a validation or a checkpoint
+        if self.engine.options.partial_window == "drop":
             self.engine.drop()
-        self.lr_schedulers.after_epoch(self.trainer, self.module, with_metric=False)
+        self.lr_schedulers.at_last_batch(self.trainer, self.module)
 
     # Before a contribution
 
@@ -245,5 +240,5 @@ class ManualStep:
 
     def _warn_if_never_called(self, output: object) -> None:
         if output is not None and not self.calls:
-            advice.warn_of_lost_losses()
+            by_hand.warn_of_lost_losses(by_hand=self.guard.steps_by_hand > 0)
             self.calls += 1  # warned once

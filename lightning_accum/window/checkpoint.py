@@ -18,6 +18,7 @@ from lightning_accum.gradients.precision import active_scaler, loss_scale
 from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.seams import loop
 from lightning_accum.window.progress import Progress, State
+from lightning_accum.window.saved import check_state, damaged
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Totals
 
@@ -81,8 +82,24 @@ def _is_added(trainer: Trainer, progress: Progress) -> bool:
 def _is_lost(trainer: Trainer, progress: Progress) -> bool:
     if loop.batch_is_processed(trainer) or _is_added(trainer, progress):
         return False
-    # The epoch's last micro-batch is left to Lightning, which would otherwise begin the next epoch inside the window.
-    return loop.loader_is_resumable(trainer) and not loop.epoch_is_complete(trainer)
+    return loop.loader_is_resumable(trainer)
+
+
+def unfinished(trainer: Trainer, progress: Progress) -> State:
+    """Return what is left to do of a micro-batch that is not repeated, though its ``training_step`` is not through.
+
+    Empty for any other. The resumed fit does it when training starts: `step.resume`.
+    """
+    if loop.batch_is_processed(trainer) or not batch_is_done(trainer, progress):
+        return {}
+    window, batch, is_added = progress.window, loop.all_batches(trainer), _is_added(trainer, progress)
+    return {
+        "unfinished": {
+            "is_added": is_added,
+            "is_counted": window.is_any(Phase.STEPPED) or progress.closed_batch == batch,
+            "is_incomplete": is_added and progress.awaited_batch == batch,
+        }
+    }
 
 
 def _pack(trainer: Trainer, progress: Progress, gradients: WindowGradients) -> State:
@@ -126,9 +143,20 @@ def _on_cpu(value: Weight) -> Weight:
 
 
 def upgrade(state: State) -> State:
-    """Return a state of any earlier form in the present one."""
-    if "version" in state:
-        return state
+    """Return a state of any earlier form in the present one.
+
+    Raises:
+        ValueError: it is damaged, or that of another class.
+    """
+    try:
+        new = state if "version" in state else _upgraded(state)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise damaged(f"it lacks {error}" if isinstance(error, KeyError) else str(error)) from error
+    check_state(new)
+    return new
+
+
+def _upgraded(state: State) -> State:
     window, samples = state["window"], state.get("samples")
     names = ("steps", "mean_weight", "split_size")
     kept = {i: dict(zip(names, values, strict=False)) for i, values in state["optimizers"].items()}
