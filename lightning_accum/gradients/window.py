@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_accum.gradients.buffers import Weight, drop, multiply, parameters, scale
+from lightning_accum.gradients.buffers import Weight, drop, finite_unless, multiply, parameters, scale
 from lightning_accum.gradients.precision import LOW_PRECISION
 
 
@@ -85,23 +85,27 @@ class WeightMask:
 
     def __init__(self) -> None:
         self.counts: Tensor | bool | None = None
+        self._keeps_finite = False
         self._zeros: dict[torch.dtype, Tensor] = {}  # on the CPU: `where` with the number 0 makes one each time
         self._handles: dict[Tensor, RemovableHandle] = {}
 
-    def cover(self, parameters: Iterable[Tensor], weight: Weight) -> None:
+    def cover(self, parameters: Iterable[Tensor], weight: Weight, keeps_finite: bool) -> None:
         """Watch the next backward; once a parameter is watched, it stays so until `release`."""
-        self.counts = weight > 0
+        self.counts, self._keeps_finite = weight > 0, keeps_finite
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._handles:
                 self._handles[parameter] = parameter.register_hook(self._mask)  # type: ignore[no-untyped-call]
 
     def _mask(self, gradient: Tensor) -> Tensor | None:
-        if self.counts is None or gradient.is_sparse or type(gradient) is not Tensor:  # a DTensor takes no mask
-            return None
-        if isinstance(self.counts, Tensor):
+        counts = self.counts
+        if counts is None or counts is True or gradient.is_sparse or type(gradient) is not Tensor:
+            return None  # a DTensor takes no mask
+        if self._keeps_finite:
+            return finite_unless(counts, gradient)
+        if isinstance(counts, Tensor):
             zero = self._zeros.setdefault(gradient.dtype, torch.zeros((), dtype=gradient.dtype))
-            return torch.where(self.counts.to(gradient.device), gradient, zero)
-        return None if self.counts else torch.zeros_like(gradient)
+            return torch.where(counts.to(gradient.device), gradient, zero)
+        return torch.zeros_like(gradient)
 
     def release(self) -> None:
         """Watch no more."""
@@ -127,10 +131,13 @@ class WindowGradients:
             for optimizer in optimizers:
                 self._float32.watch(parameters(optimizer))
 
-    def mask(self, optimizer: Optimizer, weight: Weight) -> None:
-        """Let the next backward add nothing if its weight is 0, whatever the loss is; for a number above 0, no work."""
+    def mask(self, optimizer: Optimizer, weight: Weight, *, gathers: bool = False) -> None:
+        """Let the next backward add nothing if its weight is 0, whatever the loss is; for a number above 0, no work.
+
+        ``gathers``: keep what is finite, which is 0, or what the losses of other ranks add through a gather.
+        """
         if isinstance(weight, Tensor) or weight == 0:
-            self._mask.cover(parameters(optimizer), weight)
+            self._mask.cover(parameters(optimizer), weight, gathers)
         else:
             self._mask.counts = None
 

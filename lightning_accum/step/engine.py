@@ -90,7 +90,7 @@ class Engine:
         optimizer = self.trainer.optimizers[window.index]
         if window.witness is not None and window.witness.grad is None:
             refuse_lost_gradients(window.witness, optimizer)
-        self.gradients.mask(optimizer, contribution.weight)
+        self.gradients.mask(optimizer, contribution.weight, gathers=self.ranks.size > 1)
         return window.begin_backward(contribution, length, divided_by)
 
     def end_backward(self, window: Accumulator, *, synced: bool) -> None:
