@@ -2,6 +2,7 @@
 
 from lightning_accum.callbacks.lr_scaling import LearningRateScaler
 from lightning_accum.callbacks.monitor import AccumulationMonitor
+from lightning_accum.callbacks.noise_scale import NoiseScaleMonitor
 from lightning_accum.callbacks.nonfinite import NonFiniteGuard
 from lightning_accum.callbacks.validation import ValidateEveryNSteps
 from lightning_accum.effective_step import EffectiveStep
@@ -21,6 +22,7 @@ __all__ = [
     "EffectiveStep",
     "EquivalenceReport",
     "LearningRateScaler",
+    "NoiseScaleMonitor",
     "NonFiniteGuard",
     "ValidateEveryNSteps",
     "accumulation_plan",

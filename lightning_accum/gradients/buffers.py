@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_accum.gradients.precision import LOW_PRECISION
+from lightning_accum.gradients.watch import MicroBatchNorms, Weight, WeightMask
+from lightning_accum.seams import loop
 
-Weight = float | Tensor
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 def weighs_nothing(weight: Weight | None) -> bool:
@@ -126,41 +129,6 @@ class Float32Gradients:
             self._handles.popitem()[1].remove()
 
 
-class WeightMask:
-    """Keeps the gradient of a micro-batch of weight 0 out of the sum, where it is NaN: the mean over no items.
-
-    0 * NaN is NaN, so that the weight alone does not. Whether a tensor weight is 0 is never read back: each gradient of
-    such a micro-batch passes one more operation.
-    """
-
-    def __init__(self) -> None:
-        self._counts: Tensor | bool | None = None
-        self._handles: dict[Tensor, RemovableHandle] = {}
-
-    def cover(self, parameters: Iterable[Tensor], weight: Weight) -> None:
-        """Watch the next backward; once a parameter is watched, it stays so until `release`."""
-        self._counts = weight > 0
-        for parameter in parameters:
-            if parameter.requires_grad and parameter not in self._handles:
-                self._handles[parameter] = parameter.register_hook(self._mask)  # type: ignore[no-untyped-call]
-
-    def uncover(self) -> None:
-        """Let gradients be."""
-        self._counts = None
-
-    def _mask(self, gradient: Tensor) -> Tensor | None:
-        if self._counts is None or gradient.is_sparse or type(gradient) is not Tensor:  # a DTensor takes no mask
-            return None
-        if isinstance(self._counts, Tensor):
-            return torch.where(self._counts.to(gradient.device), gradient, 0)
-        return None if self._counts else torch.zeros_like(gradient)
-
-    def release(self) -> None:
-        """Watch no more."""
-        while self._handles:
-            self._handles.popitem()[1].remove()
-
-
 class WindowGradients:
     """What is done with the gradients of a window that closes.
 
@@ -171,6 +139,7 @@ class WindowGradients:
     def __init__(self, in_float32: bool) -> None:
         self.in_float32 = in_float32
         self._float32 = Float32Gradients() if in_float32 else None
+        self.norms = MicroBatchNorms()
         self._mask = WeightMask()
 
     def start(self, optimizers: Iterable[Optimizer]) -> None:
@@ -185,9 +154,24 @@ class WindowGradients:
         if isinstance(weight, Tensor) or weight == 0:
             self._mask.cover(parameters(optimizer), weight)
 
+    def measure(self, optimizer: Optimizer, weight: Weight, scale: Weight, batch: int, *, opens_batch: bool) -> None:
+        """Take the norm of the next backward's own gradient, if somebody asks for this window's.
+
+        Args:
+            optimizer: whose parameters.
+            weight: of the contribution.
+            scale: what its loss is multiplied by.
+            batch: number of its loader batch.
+            opens_batch: False for a further piece of a split batch.
+        """
+        if optimizer in self.norms.measured:
+            self.norms.note_batch(optimizer, batch, opens_batch=opens_batch)
+            self.norms.begin(optimizer, parameters(optimizer), weight, scale)
+
     def unmask(self) -> None:
         """The backward is through."""
         self._mask.uncover()
+        self.norms.end()
 
     def normalize(self, optimizer: Optimizer, correction: Weight) -> None:
         """Make the optimizer's gradients the window's weighted mean."""
@@ -198,6 +182,7 @@ class WindowGradients:
     def drop(self, optimizer: Optimizer) -> None:
         """Leave nothing to step with."""
         drop(optimizer)
+        self.norms.drop(optimizer)
         if self._float32 is not None:
             self._float32.drop(optimizer)
 
@@ -219,6 +204,7 @@ class WindowGradients:
     def release(self) -> None:
         """The fit has ended; what an open window has summed can still be saved."""
         self._mask.release()
+        self.norms.release()
         if self._float32 is not None:
             self._float32.release()
 
@@ -226,6 +212,7 @@ class WindowGradients:
         """Keep the gradients of an open window, if there are any; what is returned puts them back."""
         kept = {p: None if p.grad is None else p.grad.clone() for p in parameters}
         put_back_sums = None if self._float32 is None else self._float32.remember(kept)
+        put_back_norms = self.norms.remember()
 
         def put_back() -> None:
             for parameter, gradient in kept.items():
@@ -233,6 +220,7 @@ class WindowGradients:
                     parameter.grad = gradient
                 else:
                     parameter.grad.copy_(gradient)  # in place: it may be a view of DDP's bucket
+            put_back_norms()
             if put_back_sums is not None:
                 put_back_sums()
 
@@ -243,3 +231,9 @@ class WindowGradients:
         self.release()
         if self._float32 is not None:
             self._float32.sums.clear()
+
+
+def window_gradients(trainer: Trainer) -> WindowGradients:
+    """Return the open window's gradients: those of the fit's AccumulationScheduler, which this room cannot import."""
+    found = (getattr(callback, "gradients", None) for callback in loop.callbacks(trainer))
+    return next(gradients for gradients in found if isinstance(gradients, WindowGradients))
