@@ -141,8 +141,10 @@ def advice(figures: Figures, steps: int, unit: str) -> str:
         'at least 3200 samples (about 4000) over the last 1000 steps; effective batch 256: a large'
     """
     lowest, value, batch = figures.at_least, figures.noise_scale, figures.batch
+    if figures.windows < MIN_WINDOWS:
+        return f"not known yet: it takes {MIN_WINDOWS} measured windows, and there were {figures.windows}."
     if lowest is None:
-        return f"not known yet, after {figures.windows} measured windows; the gradients' noise hides their mean."
+        return "not known: the noise hides the mean gradient. Measure more windows, or larger ones."
     known = f"at least {_plain(lowest)} {unit}" + (f" (about {_plain(value)})" if value is not None else "")
     line = f"{known} over the last {steps} steps; effective batch {_plain(batch)}: "
     if lowest >= batch:

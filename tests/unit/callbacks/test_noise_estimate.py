@@ -117,7 +117,9 @@ def drawn(rho: float, windows: int, fits: int, *, dim: int = 256, pieces: int = 
 
 
 def figures_of(noise: Tensor, signal: Tensor, decay: float = 0.99) -> list[Figures]:
-    return [filled(list(zip(n.tolist(), s.tolist(), strict=True)), decay) for n, s in zip(noise.T, signal.T, strict=True)]
+    return [
+        filled(list(zip(n.tolist(), s.tolist(), strict=True)), decay) for n, s in zip(noise.T, signal.T, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("rho", "windows"), [(10, 200), (10, MIN_WINDOWS), (1, MIN_WINDOWS), (100, 100)])
@@ -192,7 +194,11 @@ FIGURES = {
     ),
     "too early": (
         Figures(3.0, 0.01, 1e-4, 1.0, 9, 256),
-        "not known yet, after 9 measured windows; the gradients' noise hides their mean.",
+        "not known yet: it takes 10 measured windows, and there were 9.",
+    ),
+    "hidden": (
+        Figures(3.0, -0.01, 1e-3, 1.0, 50, 256),
+        "not known: the noise hides the mean gradient. Measure more windows, or larger ones.",
     ),
 }
 
