@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import lightning as L
@@ -19,7 +20,7 @@ from noise import averages, estimates, separate, whole_run
 from resume_helpers import Resumable, Saves
 from torch import Tensor, nn
 
-from lightning_accum import AccumulationMixin, AccumulationScheduler, NonFiniteGuard, NoiseScaleMonitor
+from lightning_accum import AccumulationMixin, AccumulationScheduler, NoiseScaleMonitor, NonFiniteGuard
 
 NOISE, SIGNAL = "accumulation/gradient_noise", "accumulation/gradient_signal"
 SIZES = [3, 5, 1, 4, 2, 4, 4, 1, 2, 6, 3, 3]
@@ -176,7 +177,7 @@ def test_the_pieces_of_a_split_batch_are_its_micro_batches() -> None:
     pieces = [
         tuple(t[a:b] for t in batch)
         for batch, cuts in zip(batches, ([0, 2, 3], [0, 2, 4, 5]), strict=True)
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        for a, b in pairwise(cuts)
     ]
     assert_logged(rows, [estimates(separate(make_net(), pieces), [len(x) for x, _ in pieces])])
 
