@@ -216,12 +216,12 @@ class AccumulationMixin(_Module):
             step.optimizer_step.clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
 
-def _run_training_step(module: AccumulationMixin, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_training_step(module: AccumulationMixin, training_step: hooks.Hook, *args: object, **kwargs: object) -> object:
     step = module._accumulation.step
     return training_step(*args, **kwargs) if step is None else step.run(training_step, *args, **kwargs)
 
 
-def _run_configure_callbacks(module: AccumulationMixin, configure_callbacks: Callable[[], Any]) -> list[Callback]:
+def _run_configure_callbacks(module: AccumulationMixin, configure_callbacks: hooks.Hook) -> list[Callback]:
     """Attach a scheduler for the Trainer's factor, if there is none, and let the validator pass the flags."""
     configured, trainer = configure_callbacks(), module.trainer
     callbacks = [configured] if isinstance(configured, CALLBACKS) else list(configured or [])
@@ -238,5 +238,5 @@ def _run_configure_callbacks(module: AccumulationMixin, configure_callbacks: Cal
     elif fitting:
         refusals.refuse_two_factors(trainer)
     if fitting:
-        scheduler.hide_flags(trainer)
+        scheduler.flags.hide(trainer)
     return callbacks

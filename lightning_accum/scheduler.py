@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.checks import advice, refusals
 from lightning_accum.checks.arguments import check_weight_fn
-from lightning_accum.gradients.buffers import WindowGradients
+from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule import resolve
 from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown, requested
 from lightning_accum.seams import hooks, loop
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.roots import SIGTERM_EXCEPTIONS, Callback, rank_zero_info
-from lightning_accum.step.automatic import AutomaticDoor
+from lightning_accum.step.doors import choose_door
 from lightning_accum.step.engine import Door, Engine, Options
 from lightning_accum.step.guards import check_first_backward
-from lightning_accum.step.manual_fit import ManualDoor, ModuleState
 from lightning_accum.window import checkpoint as checkpoints
+from lightning_accum.window.checkpoint import new_state
 from lightning_accum.window.placement import WindowPlacement
-from lightning_accum.window.progress import Progress
+from lightning_accum.window.progress import Progress, State
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -32,40 +31,37 @@ if TYPE_CHECKING:
 class AccumulationScheduler(Callback):
     """Schedules the accumulation factor; makes every accumulation window's update that of the one big batch.
 
-    For automatic optimization it is all that is needed: each window gets its true length (an epoch's last one may be
-    shorter), the factor changes only where a window opens, and a resumed fit goes on where it was. Under manual
-    optimization it works with `AccumulationMixin`. While a fit runs, ``trainer.accumulate_grad_batches`` holds the
-    present window's length; afterwards the Trainer has its own value again.
+    In automatic optimization nothing else is needed; in manual optimization it works with `AccumulationMixin`. Each
+    window gets its true length (an epoch's last one may be shorter), the factor changes only where a window opens, and
+    a resumed fit continues the open window. During a fit ``trainer.accumulate_grad_batches`` is the current window's
+    length; afterwards the Trainer has its own value again.
 
     Args:
         scheduling: the accumulation factor (micro-batches per window), or ``{start: factor}``, for example
             ``{0: 1, 5: 4}``. Starts count from 0; a missing start 0 means factor 1 from 0.
         interval: the unit of the starts: ``"epoch"``; ``"step"`` for effective steps (windows closed, skipped ones
-            included, as ``trainer.global_step`` counts); ``"sample"`` for samples seen on all ranks, of which the
-            loader must tell its ``batch_size``.
+            included, as ``trainer.global_step`` counts); ``"sample"`` for samples seen on all ranks.
         effective_batch_size: instead of ``scheduling``: samples per window on all ranks, or ``{start: samples}``. The
-            factor follows from the loader's ``batch_size`` and the number of ranks. Where these do not divide it, the
-            next size above is taken, and a warning says so.
-        weight_fn: how much a micro-batch weighs, from the batch: its samples or unmasked tokens, as a number or a
-            tensor of shape ``()``. Without it micro-batches weigh the same. Give it where they are unequal and the loss
-            is a mean over their items: the window's gradient is ``sum(weight * grad loss) / sum(weight)``.
-        partial_window: what becomes of the short window that an epoch ends with. ``"average"``: a step with the mean
-            over what it holds. ``"drop"``: it is thrown away, and counts as no effective step. ``"carry"``: it goes on
-            in the next epoch; what is left at the fit's end is dropped. The last two need the mixin.
-        accumulate_in_float32: whether the gradients of bf16 and fp16 parameters are summed in float32, at the cost of
-            one float32 tensor per such parameter. In bf16 256 + 1 is 256: long windows lose what is small.
-        save_gradients: whether a checkpoint that is made inside a window holds the window's gradients (one tensor per
-            parameter that has one), so that a resumed fit loses nothing. Without them that window goes on with the
-            micro-batches that are left, after a warning.
-        sync_each_micro_batch: whether gradients are reduced over the ranks after every micro-batch instead of once per
-            window: less memory under sharding, more communication, the same update. Needs the mixin.
+            factor follows from the loader's ``batch_size`` and the number of ranks, rounded up with a warning.
+        weight_fn: returns a micro-batch's weight from the batch (its samples or unmasked tokens), a number or a tensor
+            of shape ``()``. Needed where micro-batches are unequal and the loss is a mean over their items: the
+            window's gradient is ``sum(weight * grad loss) / sum(weight)``. Without it they weigh the same.
+        partial_window: how to handle the short window at the end of an epoch. ``"average"``: step with the mean over
+            what it holds. ``"drop"``: discard it, without an effective step. ``"carry"``: continue it in the next
+            epoch; at the end of the fit it is dropped. The last two need the mixin.
+        accumulate_in_float32: sum the gradients of bf16 and fp16 parameters in float32, at the cost of one float32
+            tensor per such parameter. In bf16 256 + 1 is 256: a long window loses small gradients.
+        save_gradients: save the open window's gradients in checkpoints (one tensor per parameter that has one), so that
+            a resumed fit loses nothing. Without them the window continues with the micro-batches that are left.
+        sync_each_micro_batch: reduce gradients over the ranks after every micro-batch instead of once per window: less
+            memory under sharding, more communication, the same update. Needs the mixin.
 
     Raises:
-        TypeError: a factor or start that is not an int, a mapping of names, or a ``weight_fn`` that cannot be called.
+        TypeError: a factor or start that is not an int, a mapping of names, or a ``weight_fn`` that is not callable.
         ValueError: an empty mapping, a factor below 1, a negative start, an unknown interval or ``partial_window``.
         MisconfigurationException: both or none of ``scheduling`` and ``effective_batch_size``; at fit start, a setting
-            that does not fit: the Trainer's own factor, another scheduler, a strategy that accumulates by itself, a
-            closure optimizer, manual optimization without a mixin, samples of a loader that does not tell them.
+            that does not fit: the Trainer's own factor, another scheduler, a strategy with its own accumulation, a
+            closure optimizer, manual optimization without the mixin, a loader without a ``batch_size``.
 
     Example:
         >>> import lightning as L
@@ -97,7 +93,7 @@ class AccumulationScheduler(Callback):
         self.sync_each_micro_batch = sync_each_micro_batch
         self.is_attached = False  # by the mixin, for one fit
         self.gradients = WindowGradients(accumulate_in_float32)
-        self._flags = TrainerFlags()
+        self.flags = TrainerFlags()
         self._reset()
 
     def _reset(self) -> None:
@@ -105,8 +101,8 @@ class AccumulationScheduler(Callback):
         self.gradients.end()
         self.progress = Progress()
         self._door = Door()
-        self._placement = WindowPlacement(self.schedule, self.partial_window, self.progress, self._flags)
-        self._restored: dict[str, Any] | None = None  # from a checkpoint, until training starts
+        self._placement = WindowPlacement(self.schedule, self.partial_window, self.progress, self.flags)
+        self._restored: State | None = None  # from a checkpoint, until training starts
         self._has_failed = False
 
     # In the order of a run
@@ -115,28 +111,19 @@ class AccumulationScheduler(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if self.is_attached and not self._flags.are_hidden:
+        if self.is_attached and not self.flags.are_hidden:
             self._detach(trainer)  # left over from a fit of another module that failed
             return
         refusals.refuse_strategy(trainer)
         refusals.refuse_sync_each_under_offload(trainer, self.sync_each_micro_batch)
         refusals.refuse_second_scheduler(trainer)
         self._reset()
-        self._restart(trainer)  # stays, if no epoch is left
-        self._door = self._choose_door(trainer, pl_module)
-        self._placement.begin_fit(trainer, pl_module)
-
-    def _choose_door(self, trainer: Trainer, module: LightningModule) -> Door:
+        self.progress.load_state_dict(new_state(trainer))  # stays, if no epoch is left
         options = Options(self.weight_fn, self.partial_window, self.save_gradients, self.sync_each_micro_batch)
-        self._engine = Engine(trainer, module, options, self.progress, self.gradients, self._flags)
-        if isinstance(getattr(module, "_accumulation", None), ModuleState):
-            return ManualDoor(self._engine, module)
-        refusals.refuse_manual_optimization(module)
-        refusals.refuse_two_factors(trainer)
-        refusals.refuse_without_mixin(
-            sync_each_micro_batch=self.sync_each_micro_batch, partial_window=self.partial_window
-        )
-        return AutomaticDoor(self._engine, module)
+        self._engine = Engine(trainer, pl_module, options, self.progress, self.gradients, self.flags)
+        self._engine.is_driven = lambda: self in loop.callbacks(trainer)  # no: by a finder inside the fit
+        self._door = choose_door(self._engine, pl_module)
+        self._placement.begin_fit(trainer, pl_module)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -144,7 +131,7 @@ class AccumulationScheduler(Callback):
         loop.forget_data(trainer)
         schedule, in_float32 = self._placement.schedule, self.gradients.in_float32
         refusals.refuse_float32_over_ranks(trainer, in_float32)
-        refusals.refuse_closure_optimizers(trainer.optimizers, schedule, not pl_module.automatic_optimization)
+        self._door.begin_fit(schedule)
         advice.warn_of_low_precision(trainer.optimizers, schedule, in_float32)
         self.gradients.start(trainer.optimizers)
         if schedule.largest_factor > 1:
@@ -153,14 +140,11 @@ class AccumulationScheduler(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restore(trainer)
-        self._guard_open_window(trainer, pl_module)
+        self._engine.guard_open_window()
         self._door.start()
         refusals.refuse_unequal_loaders(trainer)
         schedule = self._placement.schedule
-        advice.warn_of_plain_loader(trainer)
-        advice.warn_of_rounded_sizes(trainer, schedule)
-        advice.warn_of_short_epochs(trainer, schedule, self.partial_window)
-        advice.warn_of_batch_norm(trainer, pl_module, schedule)
+        advice.warn_at_start(trainer, pl_module, schedule, self.partial_window)
         self._engine.unweighted_warning = advice.unequal_micro_batches(trainer, schedule, self.partial_window) or ""
         rank_zero_info(resolve.arithmetic(trainer, schedule))
 
@@ -171,7 +155,7 @@ class AccumulationScheduler(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not self._flags.in_charge(trainer):
+        if not self.flags.in_charge(trainer):
             return
         if self._restored is not None:  # by a finder inside the fit, which loads what it has saved before it ran
             self._restore(trainer)
@@ -182,14 +166,6 @@ class AccumulationScheduler(Callback):
         self._door.begin_batch(batch)
 
     @override
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._door.before_backward(loss)
-
-    @override
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._door.after_backward()
-
-    @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._door.before_optimizer_step(optimizer)
 
@@ -198,7 +174,7 @@ class AccumulationScheduler(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._door.end_batch()
-        self._guard_open_window(trainer, pl_module)
+        self._engine.guard_open_window()
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -206,7 +182,7 @@ class AccumulationScheduler(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._flags.release_logs(trainer)
+        self.flags.release_logs(trainer)
         self._placement.end_epoch(trainer, keeps_window=self._door.end_epoch())
 
     @override
@@ -220,45 +196,26 @@ class AccumulationScheduler(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # The open window is kept, and an attached scheduler stays: OnExceptionCheckpoint saves after this hook.
+        # The open window stays, and so does an attached scheduler: OnExceptionCheckpoint saves after this hook.
         self._release(trainer, pl_module)
         self._has_failed = not isinstance(exception, SIGTERM_EXCEPTIONS)  # that stops all ranks at the same place
 
     def _release(self, trainer: Trainer, module: LightningModule) -> None:
-        self._flags.give_back(trainer)
+        self.flags.give_back(trainer)
         self.gradients.release()
         self._door.release()
         hooks.unshadow_all(module, "on_validation_model_zero_grad", "configure_optimizers")
         hooks.unshadow_all(trainer.strategy, "backward", "block_backward_sync")
+        hooks.unshadow_all(trainer.precision_plugin, "backward")
 
-    # Around the open window
-
-    def _guard_open_window(self, trainer: Trainer, module: LightningModule) -> None:
-        """Keep the open window's gradients from a validation that follows this micro-batch.
-
-        Lightning zeroes them where it takes the window for closed: the loader may have left its last place empty, or an
-        epoch has ended inside a window that goes on.
-        """
-        keeps = self.progress.window.is_pending and self._flags.in_charge(trainer)
-        hooks.cover(module, "on_validation_model_zero_grad", hooks.keep_gradients if keeps else None)
+    # Checkpoints
 
     def _restore(self, trainer: Trainer) -> None:
         """Go on where the checkpoint was made; without one, where Lightning's own counter stands."""
-        state, self._restored = self._restored, None
-        if state is None:  # the first fit, a second one, or a training that was begun without this package
-            self._restart(trainer)
-        else:
-            self.progress.load_state_dict(state)
-        self._placement.resume(trainer, None if state is None else state["window"])
-        if state is not None:
-            reason = checkpoints.restore_gradients(trainer, self.progress, self.gradients, state)
-            advice.warn_of_lost_gradients(reason)
-
-    def _restart(self, trainer: Trainer) -> None:
-        """Begin where Lightning's own counter stands, in which every optimizer's step counts."""
-        self.progress.restart(trainer.global_step // max(len(trainer.optimizers), 1))
-
-    # Checkpoints
+        state, self._restored = self._restored or new_state(trainer), None
+        self.progress.load_state_dict(state)
+        self._placement.resume(trainer, state["window"])
+        advice.warn_of_lost_gradients(checkpoints.restore_gradients(trainer, self.progress, self.gradients, state))
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -272,20 +229,12 @@ class AccumulationScheduler(Callback):
             why_not = "one rank may have failed alone"
         if checkpoints.batch_is_done(trainer, self.progress):
             loop.enter_batch_as_done(checkpoint)
-        state = checkpoints.snapshot(trainer, self.progress, self.gradients, why_not)
-        checkpoint["callbacks"][self.state_key].update(state)
+        checkpoint["callbacks"][self.state_key] |= checkpoints.snapshot(trainer, self.progress, self.gradients, why_not)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state = checkpoints.upgrade(state_dict)
-        self.progress.effective_step = state["effective_step"]  # now, for a fit that has no epoch left
-        self.progress.skipped_steps = state["skipped_steps"]
-
-    # For the mixin
-
-    def hide_flags(self, trainer: Trainer) -> None:
-        """Take what Lightning's validator refuses in manual optimization, until ``setup``."""
-        self._flags.hide(trainer)
+        self._restored = checkpoints.upgrade(state_dict)
+        self.progress.load_state_dict(self._restored)  # now, for a fit that has no epoch left
 
     def _detach(self, trainer: Trainer) -> None:
         loop.set_callbacks(trainer, [callback for callback in loop.callbacks(trainer) if callback is not self])

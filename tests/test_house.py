@@ -280,7 +280,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": _CORE | {"step"},
     "mixin": _CORE | {"step", "split", "scheduler"},
     "callbacks": {"seams", "schedule", "gradients", "effective_step"},
-    "equivalence": {"split.slicing", "checks.arguments", "gradients.buffers", "seams.hooks"},
+    "equivalence": {"split.slicing", "checks.arguments", "gradients.buffers", "schedule.validate", "seams"},
 }
 
 

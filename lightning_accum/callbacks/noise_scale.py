@@ -10,10 +10,10 @@ from typing_extensions import override
 from lightning_accum.callbacks._base import AccumulationCallback
 from lightning_accum.callbacks.noise_estimate import Figures, NoiseEstimate, WindowNoise, advice
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients.buffers import parameters, window_gradients
 from lightning_accum.gradients.distributed import all_reduce_sum, is_sharded
+from lightning_accum.gradients.norms import Measured, MicroBatchNorms
 from lightning_accum.gradients.precision import active_scaler
-from lightning_accum.gradients.watch import Measured, MicroBatchNorms
+from lightning_accum.gradients.window import window_gradients
 from lightning_accum.schedule import resolve
 from lightning_accum.schedule.epoch import samples
 from lightning_accum.schedule.validate import positive_int
@@ -132,7 +132,7 @@ class NoiseScaleMonitor(AccumulationCallback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._norms is not None:
-            self._norms.complete(optimizer, parameters(optimizer))
+            self._norms.complete(optimizer)
 
     def on_effective_step_end(self, trainer: Trainer, pl_module: LightningModule, step: EffectiveStep) -> None:
         """Add the window to the averages if it was measured, and decide about the next one."""

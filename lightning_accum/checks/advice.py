@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 _LONG_SUM = 64  # micro-batches; in bf16 the rounding of shorter sums is not seen in training
 
 
+def warn_at_start(trainer: Trainer, module: LightningModule, schedule: Schedule, partial_window: PartialWindow) -> None:
+    """Warn where training starts but may not do what one thinks."""
+    warn_of_plain_loader(trainer)
+    warn_of_rounded_sizes(trainer, schedule)
+    warn_of_short_epochs(trainer, schedule, partial_window)
+    warn_of_batch_norm(trainer, module, schedule)
+
+
 def warn_of_short_epochs(trainer: Trainer, schedule: Schedule, partial_window: PartialWindow) -> None:
     """Warn if the factor exceeds an epoch's micro-batches and windows do not continue in the next epoch."""
     batches = trainer.num_training_batches

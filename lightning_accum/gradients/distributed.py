@@ -8,14 +8,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accum.gradients.buffers import Weight
 from lightning_accum.gradients.precision import without_autocast
 from lightning_accum.seams import hooks, loop
-from lightning_accum.seams.roots import MisconfigurationException
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -24,7 +23,11 @@ if TYPE_CHECKING:
 def all_reduce_sum(trainer: Trainer, *values: Weight) -> Tensor:
     """Sum numbers over all ranks by one all-reduce; returns float64 of shape ``(len(values),)``."""
     device = trainer.strategy.root_device
-    mine = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+    # One copy to the device for all Python numbers.
+    mine = torch.tensor([0.0 if isinstance(v, Tensor) else v for v in values], dtype=torch.float64, device=device)
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor):
+            mine[place] = value
     total: Tensor = trainer.strategy.reduce(mine, reduce_op="sum")
     return total
 
@@ -103,7 +106,7 @@ class Ranks:
     def __init__(self, trainer: Trainer, module: LightningModule, *, sync_each: bool) -> None:
         self.size = trainer.world_size
         self._trainer, self._module = trainer, module
-        self._sync_each = sync_each
+        self.sync_each = sync_each
         self.backwards = 0  # run in this fit, on several ranks
 
     # A backward
@@ -116,11 +119,11 @@ class Ranks:
 
     @contextmanager
     def _on_ranks(self, device: torch.device, *, last: bool) -> Iterator[None]:
-        with without_autocast(device), self._synced(last or self._sync_each):
+        with without_autocast(device), self._synced(last or self.sync_each):
             yield
 
     def _synced(self, synced: bool) -> AbstractContextManager[None]:
-        model, learns = self._trainer.strategy.model, self._learns_graph
+        model, learns = self._trainer.strategy.model, self.learns_graph
         self.backwards += 1
         if isinstance(model, DistributedDataParallel):
             return self._learn_graph(model) if learns else _ddp(model, synced)
@@ -129,7 +132,7 @@ class Ranks:
         return self._fully_shard(synced)
 
     @property
-    def _learns_graph(self) -> bool:
+    def learns_graph(self) -> bool:
         """Whether the next backward must be synced wherever it is, as in `sync_first_backward`."""
         model = self._trainer.strategy.model
         return self.backwards == 0 < self.size - 1 and isinstance(model, DistributedDataParallel) and model.static_graph
@@ -155,12 +158,13 @@ class Ranks:
         yield
 
     @cached_property
-    def _is_sharded(self) -> bool:
+    def is_sharded(self) -> bool:
+        """Whether ranks hold parts of the parameters."""
         return is_sharded(self._trainer)
 
     def zero_backward(self, parameters: Iterable[Tensor]) -> None:
         """Take part in the window's synced backward without a contribution; gradients change by the sync alone."""
-        if self._is_sharded:
+        if self.is_sharded:
             raise RuntimeError(
                 "A micro-batch ended without a backward. Sharded parameters are gathered and reduced in every one, so"
                 " the other ranks would wait forever. Let every rank call `accumulate` with a finite loss at each"
@@ -175,41 +179,8 @@ class Ranks:
         Needed in a static graph's first ``training_step``; and with sharded parameters always, since every backward
         gathers them.
         """
-        if self.size > 1 and self.backwards == before and (self._learns_graph or self._is_sharded):
+        if self.size > 1 and self.backwards == before and (self.learns_graph or self.is_sharded):
             self.zero_backward(self._module.parameters())
-
-    # A split batch
-
-    def refuse_unequal_pieces(self, pieces: int) -> None:
-        """Raise if ranks with sharded parameters would run different numbers of forwards and backwards."""
-        if self.size > 1 and self._is_sharded and not ranks_agree(self._trainer, pieces):
-            raise RuntimeError(
-                f"`accumulate_split(batch, ...)`: the ranks split their batches into different numbers of"
-                f" micro-batches, this one into {pieces}. Sharded parameters are gathered in each, so some ranks would"
-                " wait forever. Give all ranks batches of the same size."
-            )
-
-    def prepare_for_retries(self) -> None:
-        """Make sure that nothing is sent between ranks while one of them may run out of memory."""
-        if self.size == 1:
-            return
-        if self._obstacle is not None:
-            raise MisconfigurationException(
-                f'`accumulate_split(micro_batch_size="auto")` with {self._obstacle}: the ranks wait for each other'
-                " inside forward or backward, forever if one of them runs out of memory there. Give a number of items."
-            )
-        if self._learns_graph:
-            self.zero_backward(self._module.parameters())
-            for parameter in self._module.parameters():
-                parameter.grad = None
-
-    @cached_property
-    def _obstacle(self) -> str | None:
-        if self._is_sharded:
-            return "sharded parameters"
-        if any(isinstance(module, nn.SyncBatchNorm) for module in self._module.modules()):
-            return "SyncBatchNorm"
-        return "sync_each_micro_batch=True" if self._sync_each else None
 
     def all_reduce_min(self, number: float) -> float:
         """Take the smallest of the ranks' numbers by one all-reduce."""

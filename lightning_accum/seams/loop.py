@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
+Saved = dict[str, Any]  # a checkpoint, or what Lightning reads as a dict
+
 
 def callbacks(trainer: Trainer) -> list[Callback]:
     """The Trainer's callbacks. Fact: an attribute that Lightning sets from elsewhere, unknown to type checkers."""
@@ -70,7 +72,7 @@ def batch_is_processed(trainer: Trainer) -> bool:
     return bool(progress.processed == progress.ready)
 
 
-def enter_batch_as_done(checkpoint: dict[str, Any]) -> None:
+def enter_batch_as_done(checkpoint: Saved) -> None:
     """Let a resumed fit go on behind the present micro-batch, as from a checkpoint made in ``on_train_batch_end``.
 
     Fact: it does so if all begun micro-batches are entered as started and processed; otherwise it runs the present one
@@ -170,7 +172,7 @@ def validates_now(trainer: Trainer) -> bool:
     return loop._data_fetcher is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
 
 
-def validation_interval(trainer: Trainer) -> Any:
+def validation_interval(trainer: Trainer) -> object:
     """The Trainer's own ``val_check_interval``. Fact: Lightning 2.6 takes times too, and keeps their seconds apart."""
     seconds = getattr(trainer, "_val_check_time_interval", None)
     return trainer.val_check_interval if seconds is None else timedelta(seconds=seconds)
@@ -185,7 +187,7 @@ def check_after_validation(callback: Callback) -> None:
         callback._check_on_train_epoch_end = False
 
 
-def load_inside_validation(checkpoint: dict[str, Any]) -> None:
+def load_inside_validation(checkpoint: Saved) -> None:
     """Change a checkpoint made where a validation was due, but not over, into one made at that validation's begin.
 
     Fact: four counters per loop tell the place at which a checkpoint was made. A resumed fit validates again if they
@@ -212,7 +214,7 @@ def parse_optimizers(configured: Any) -> tuple[list[Any], list[LRSchedulerConfig
     return optimizers, configure_schedulers(own, monitor)
 
 
-def without_monitor(config: LRSchedulerConfig) -> dict[str, Any]:
+def without_monitor(config: LRSchedulerConfig) -> Saved:
     """Return a scheduler's entry without the keys that Lightning warns about in manual optimization."""
     dropped = ("reduce_on_plateau", "monitor", "strict")
     return {field.name: getattr(config, field.name) for field in fields(config) if field.name not in dropped}

@@ -8,14 +8,15 @@ from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accum.checks.arguments import as_weight, check_loss, check_split
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, trainable
+from lightning_accum.gradients.distributed import ranks_agree
 from lightning_accum.seams import logs, loop
-from lightning_accum.seams.roots import garbage_collection_cuda, is_oom_error, rank_zero_info
+from lightning_accum.seams.roots import MisconfigurationException, garbage_collection_cuda, is_oom_error, rank_zero_info
 from lightning_accum.split.slicing import Slicer, batch_size, equal_sizes, pieces
 from lightning_accum.step.manual import ManualStep, Piece
 from lightning_accum.window.state import Accumulator
@@ -61,7 +62,7 @@ def accumulate_split(
         _contribute_what_fits(step, window, batch, closes=micro_batch.closes)
     else:
         sizes = equal_sizes(batch.size, micro_batch_size)
-        step.ranks.refuse_unequal_pieces(len(sizes))
+        _refuse_unequal_pieces(step, len(sizes))
         _contribute_all(step, window, batch, sizes, closes=micro_batch.closes)
     return step.step(window) if micro_batch.closes else None
 
@@ -80,7 +81,7 @@ def _contribute_all(
         del given  # nothing of a piece's graph outlives it
 
 
-def _loss_of(step: ManualStep, batch: SplitBatch, piece: Any, size: int) -> tuple[Tensor, Weight] | None:
+def _loss_of(step: ManualStep, batch: SplitBatch, piece: object, size: int) -> tuple[Tensor, Weight] | None:
     given = batch.loss_fn(piece)
     loss, weight = given if isinstance(given, tuple) else (given, None)
     if loss is None:
@@ -91,13 +92,49 @@ def _loss_of(step: ManualStep, batch: SplitBatch, piece: Any, size: int) -> tupl
     return loss, as_weight(weight, loss.device)
 
 
+# Several ranks
+
+
+def _refuse_unequal_pieces(step: ManualStep, pieces: int) -> None:
+    """Raise if ranks with sharded parameters would run different numbers of forwards and backwards."""
+    if step.ranks.size > 1 and step.ranks.is_sharded and not ranks_agree(step.trainer, pieces):
+        raise RuntimeError(
+            f"`accumulate_split(batch, ...)`: the ranks split their batches into different numbers of"
+            f" micro-batches, this one into {pieces}. Sharded parameters are gathered in each, so some ranks would"
+            " wait forever. Give all ranks batches of the same size."
+        )
+
+
+def _prepare_ranks(step: ManualStep) -> None:
+    """Make sure that nothing is sent between ranks while one of them may run out of memory."""
+    if step.ranks.size == 1:
+        return
+    if (obstacle := _obstacle(step)) is not None:
+        raise MisconfigurationException(
+            f'`accumulate_split(micro_batch_size="auto")` with {obstacle}: the ranks wait for each other'
+            " inside forward or backward, forever if one of them runs out of memory there. Give a number of items."
+        )
+    if step.ranks.learns_graph:
+        step.ranks.zero_backward(step.module.parameters())
+        for parameter in step.module.parameters():
+            parameter.grad = None
+
+
+def _obstacle(step: ManualStep) -> str | None:
+    if step.ranks.is_sharded:
+        return "sharded parameters"
+    if any(isinstance(module, nn.SyncBatchNorm) for module in step.module.modules()):
+        return "SyncBatchNorm"
+    return "sync_each_micro_batch=True" if step.ranks.sync_each else None
+
+
 # Where memory runs out
 
 
 def _contribute_what_fits(step: ManualStep, window: Accumulator, batch: SplitBatch, *, closes: bool) -> None:
     """Try, and halve the micro-batches until no rank runs out of memory; each try is of the batch as it came."""
     ranks, history = step.ranks, window.history
-    ranks.prepare_for_retries()
+    _prepare_ranks(step)
     while True:
         put_back = _remember(step, window)
         total = batch.size

@@ -20,7 +20,7 @@ _WAY_OUT = (
 )
 
 
-def batch_size(batch: Any, dim: int = 0) -> int:
+def batch_size(batch: object, dim: int = 0) -> int:
     """Return how many items a batch holds.
 
     Args:
@@ -120,7 +120,7 @@ def _cut(batch: Any, start: int, stop: int, total: int, dim: int) -> Any:
     return map_parts(batch, lambda part: _cut(part, start, stop, total, dim))
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
+def _tensors(batch: object) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
     for part in (_parts(batch) or {}).values():
@@ -139,7 +139,7 @@ def _lengths(batch: Any) -> list[int]:
     return [len(batch)] if has_items else []
 
 
-def _is_column(batch: Any) -> bool:
+def _is_column(batch: object) -> bool:
     """Return whether a slice of it holds some of its items."""
     # A slice of a string or of a named tuple is not a batch of fewer items.
     if isinstance(batch, (str, bytes, Tensor, Mapping, type)) or hasattr(batch, "_fields"):
@@ -147,7 +147,7 @@ def _is_column(batch: Any) -> bool:
     return hasattr(type(batch), "__len__") and hasattr(type(batch), "__getitem__")
 
 
-def _parts(batch: Any) -> dict[Any, Any] | None:
+def _parts(batch: object) -> dict[Any, Any] | None:
     """Return what a container holds, by key, position or field; None for anything else."""
     if isinstance(batch, Mapping):
         return dict(batch)
@@ -169,7 +169,7 @@ def _replace_fields(batch: Any, values: dict[str, Any]) -> Any:
     return new
 
 
-def _short(batch: Any) -> str:
+def _short(batch: object) -> str:
     parts = _parts(batch)
     inside = "" if parts is None else f" of {', '.join(type(part).__name__ for part in parts.values())}"
     return f"a {type(batch).__name__}{inside}"

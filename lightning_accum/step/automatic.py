@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum import effective_step
-from lightning_accum.checks import advice
+from lightning_accum.checks import advice, refusals
 from lightning_accum.gradients import precision
 from lightning_accum.gradients.buffers import Weight, any_gradient, weighs_nothing
 from lightning_accum.gradients.distributed import sync_first_backward
+from lightning_accum.schedule.factors import Schedule
 from lightning_accum.seams import hooks, loop
 from lightning_accum.step.engine import Door, Engine
-from lightning_accum.window.state import Accumulator, Contribution, Phase
+from lightning_accum.window.state import Accumulator, Phase
+from lightning_accum.window.values import Contribution
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -53,20 +55,36 @@ class AutomaticDoor(Door):
         return self._window.is_pending
 
     @override
+    def begin_fit(self, schedule: Schedule) -> None:
+        refusals.refuse_closure_optimizers(self._trainer.optimizers, schedule, manual=False)
+
+    @override
     def start(self) -> None:
         self._sums_losses = effective_step.has_listeners(self._trainer, self._module)
+        # Not by the hooks around the backward, each of which Lightning calls for a fiftieth of a tiny model's time.
+        plugin = self._trainer.precision_plugin
+        own_backward: hooks.Hook = plugin.backward
+        hooks.cover(
+            plugin, "backward", lambda loss, *args, **kwargs: self._backward(own_backward, loss, *args, **kwargs)
+        )
         sync_first_backward(self._trainer)
 
     @override
-    def begin_batch(self, batch: Any) -> None:
+    def begin_batch(self, batch: object) -> None:
         self._engine.batch = loop.all_batches(self._trainer)
         self._weight = self._engine.weigh(batch, self._module.device)
 
-    @override
-    def before_backward(self, loss: Tensor) -> None:
+    def _backward(self, own_backward: hooks.Hook, loss: Tensor, *args: object, **kwargs: object) -> None:
+        """Run the precision plugin's backward, as a contribution."""
+        works = self._works and self._engine.is_driven()
+        if works:
+            self._weigh(loss)
+        own_backward(loss, *args, **kwargs)
+        if works:
+            self._engine.end_backward(self._window, synced=False)
+
+    def _weigh(self, loss: Tensor) -> None:
         """Weigh the micro-batch: its gradient is multiplied while it flows, and the loss that is logged is not."""
-        if not self._works:
-            return
         window = self._window
         if window.phase in (Phase.STEPPING, Phase.STEPPED):
             window.drop()  # a closure optimizer evaluates the same micro-batch again
@@ -85,11 +103,6 @@ class AutomaticDoor(Door):
     def _whole(self, loss: Tensor) -> Tensor:
         """The loss that Lightning has divided by the announced length, and a GradScaler has scaled."""
         return precision.unscaled(self._trainer, loss.detach()) * int(self._trainer.accumulate_grad_batches)
-
-    @override
-    def after_backward(self) -> None:
-        if self._works:
-            self._engine.end_backward(self._window, synced=False)
 
     @override
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -112,11 +125,11 @@ class AutomaticDoor(Door):
 
     def _leave_out_clip_without_gradients(self) -> None:
         """Leave out the clip if a hook before the step has taken the gradients away: torch's, by value, needs some."""
-        own_clip = self._module.configure_gradient_clipping
+        own_clip: hooks.Hook = self._module.configure_gradient_clipping
 
-        def own_clip_of_any(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        def own_clip_of_any(optimizer: Optimizer, **kwargs: object) -> None:
             if any_gradient(optimizer):
-                own_clip(optimizer, *args, **kwargs)
+                own_clip(optimizer, **kwargs)
             else:
                 self._skips.append(lambda: True)
 
@@ -129,9 +142,9 @@ class AutomaticDoor(Door):
         """
         if not precision.is_fused(optimizer):
             scaler.unscale_(optimizer)
-        own_clip = self._module.configure_gradient_clipping
+        own_clip: hooks.Hook = self._module.configure_gradient_clipping
 
-        def own_clip_then_step(*args: Any, **kwargs: Any) -> None:
+        def own_clip_then_step(*args: object, **kwargs: object) -> None:
             own_clip(*args, **kwargs)
             scaler.step(optimizer)
             scaler.update()

@@ -14,15 +14,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum.checks import advice
-from lightning_accum.checks.arguments import as_weight, gradients_are_gone
+from lightning_accum.checks.arguments import as_weight, refuse_lost_gradients
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients.buffers import Weight, WindowGradients, any_gradient
+from lightning_accum.gradients.buffers import Weight, witness
 from lightning_accum.gradients.distributed import Ranks
-from lightning_accum.schedule.factors import PartialWindow
+from lightning_accum.gradients.window import WindowGradients
+from lightning_accum.schedule.factors import PartialWindow, Schedule
+from lightning_accum.seams import hooks
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.roots import rank_zero_warn
 from lightning_accum.window.progress import Progress
-from lightning_accum.window.state import Accumulator, Contribution, Phase, Totals
+from lightning_accum.window.state import Accumulator, Phase
+from lightning_accum.window.values import Contribution, Totals
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -59,13 +62,14 @@ class Engine:
         gradients: WindowGradients,
         flags: TrainerFlags,
     ) -> None:
-        self.trainer, self.options, self.progress = trainer, options, progress
+        self.trainer, self.module, self.options, self.progress = trainer, module, options, progress
         self.gradients, self.flags = gradients, flags
         self.ranks = Ranks(trainer, module, sync_each=options.sync_each_micro_batch)
+        self.is_driven: Callable[[], bool] = lambda: True  # whether the scheduler's hooks run
         self.batch = 0  # the present micro-batch, counted over the whole training from 1
         self.unweighted_warning = ""  # to be given when a micro-batch without a weight arrives
 
-    def weigh(self, batch: Any, device: torch.device, default: float | None = None) -> Weight:
+    def weigh(self, batch: object, device: torch.device, default: float | None = None) -> Weight:
         """Return the weight of a micro-batch for which the user's step gave none."""
         if self.options.weight_fn is not None:
             return as_weight(self.options.weight_fn(batch), device, "weight_fn(batch)")
@@ -83,8 +87,7 @@ class Engine:
         if window.phase is Phase.BACKWARD:
             self._drop_failed(window)
         optimizer = self.trainer.optimizers[window.index]
-        if window.has_gradients and not any_gradient(optimizer):
-            raise gradients_are_gone()
+        refuse_lost_gradients(window.witness, optimizer)
         self.gradients.mask(optimizer, contribution.weight)
         scale = window.begin_backward(contribution, length, divided_by)
         if self.gradients.norms.measured:
@@ -95,8 +98,7 @@ class Engine:
     def end_backward(self, window: Accumulator, *, synced: bool) -> None:
         """Count the announced contribution; its gradient is in ``.grad``."""
         self.gradients.unmask()
-        has_gradients = any_gradient(self.trainer.optimizers[window.index])
-        window.end_backward(has_gradients=has_gradients, has_synced=synced)
+        window.end_backward(witness(self.trainer.optimizers[window.index], window.witness), has_synced=synced)
         self.progress.last_batch = self.batch
 
     def begin_step(
@@ -135,7 +137,16 @@ class Engine:
             self.progress.closed_batch = self.batch
         self.flags.write_closed(self.trainer, at)
 
-    # Windows that are not counted
+    # Windows that stay open, and windows that are not counted
+
+    def guard_open_window(self) -> None:
+        """Keep the open window's gradients from a validation that follows this micro-batch.
+
+        Lightning zeroes them where it takes the window for closed: the loader may have left its last place empty, or an
+        epoch has ended inside a window that goes on.
+        """
+        keeps = self.progress.window.is_pending and self.flags.in_charge(self.trainer)
+        hooks.cover(self.module, "on_validation_model_zero_grad", hooks.keep_gradients if keeps else None)
 
     def drop(self) -> None:
         """Forget the open window and its gradients; it is not counted."""
@@ -162,20 +173,17 @@ class Door:
         """Whether a window whose last place the loader left empty goes on with the next micro-batch."""
         return False
 
+    def begin_fit(self, schedule: Schedule) -> None:
+        """The optimizers exist: refuse those that cannot accumulate here."""
+
     def start(self) -> None:
         """Training begins: the optimizers exist, and a checkpoint was restored."""
 
     def begin_epoch(self) -> None:
         """An epoch begins."""
 
-    def begin_batch(self, batch: Any) -> None:
+    def begin_batch(self, batch: object) -> None:
         """A micro-batch begins."""
-
-    def before_backward(self, loss: Tensor) -> None:
-        """A backward begins."""
-
-    def after_backward(self) -> None:
-        """A backward has ended."""
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Gradients are unscaled, and not clipped yet."""

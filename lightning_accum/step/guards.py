@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -60,10 +60,10 @@ def check_first_backward(trainer: Trainer) -> None:
     References:
         https://github.com/pytorch/tutorials/pull/2568
     """
-    backward = trainer.strategy.backward
+    backward: hooks.Hook = trainer.strategy.backward
     watched = [parameter for optimizer in trainer.optimizers for parameter in parameters(optimizer)]
 
-    def check_around(*args: Any, **kwargs: Any) -> Any:
+    def check_around(*args: object, **kwargs: object) -> object:
         # Fact: torch counts in `_version` how often a tensor was changed in place.
         before = [parameter._version for parameter in watched]
         result = backward(*args, **kwargs)

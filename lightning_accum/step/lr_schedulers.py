@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
 from lightning_accum.seams import logs, loop
+from lightning_accum.seams.hooks import Hook
 from lightning_accum.seams.roots import MisconfigurationException, rank_zero_warn
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ class LRSchedulers:
         self._monitored: dict[int, LRSchedulerConfig] = {}  # by the scheduler's id: those that follow a metric
         self._awaiting_metric: list[LRSchedulerConfig] = []
 
-    def recording(self, configure_optimizers: Callable[[], Any]) -> Callable[[], Any]:
+    def recording(self, configure_optimizers: Hook) -> Hook:
         """Wrap ``configure_optimizers``: monitors are noted here and kept from Lightning, which would drop them."""
 
-        def record() -> Any:
+        def record() -> object:
             configured = configure_optimizers()
             if configured is None:
                 return None
@@ -54,7 +54,10 @@ class LRSchedulers:
 
         Where a validation follows, those whose metric training has not logged wait for its end, as Lightning's do.
         """
+        if not self._awaiting_metric:
+            return
         waiting, self._awaiting_metric = self._awaiting_metric, []
+        validates = validates and loop.validates_now(trainer)
         for config in waiting:
             if validates and not logs.is_logged(trainer, self._monitor(config)):
                 self._awaiting_metric.append(config)

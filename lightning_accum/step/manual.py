@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,13 +11,15 @@ from torch.optim import Optimizer
 from lightning_accum import effective_step
 from lightning_accum.checks import advice, arguments, refusals
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients.buffers import Weight, any_gradient, trainable, weighs_nothing
+from lightning_accum.gradients.buffers import Weight, trainable, weighs_nothing, witness
 from lightning_accum.gradients.precision import LOW_PRECISION, real_divisor
-from lightning_accum.seams import loop
+from lightning_accum.seams import hooks, loop
+from lightning_accum.seams.backward import UnheardBackward
 from lightning_accum.step.engine import Engine
 from lightning_accum.step.lr_schedulers import LRSchedulers
 from lightning_accum.step.optimizer_step import OptimizerStep
-from lightning_accum.window.state import Accumulator, Contribution, Phase
+from lightning_accum.window.state import Accumulator, Phase
+from lightning_accum.window.values import Contribution
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -34,7 +35,7 @@ class MicroBatch(NamedTuple):
         learns: False for one that only gathers statistics, whose losses are not for learning.
     """
 
-    batch: Any
+    batch: object
     closes: bool
     learns: bool
 
@@ -62,13 +63,14 @@ class ManualStep:
         self.engine, self.module, self.trainer, self.ranks = engine, module, engine.trainer, engine.ranks
         self.lr_schedulers = lr_schedulers
         self.optimizer_step = OptimizerStep(engine, module)
+        self._backward = UnheardBackward(engine.trainer, module)
         self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
         self.calls = 0  # of `accumulate`, in this fit
         self._epoch_begun = -1  # the epoch whose LR schedulers are still to be stepped; -1: none
 
     # One micro-batch, top to bottom
 
-    def run(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, training_step: hooks.Hook, *args: object, **kwargs: object) -> object:
         """Run the user's ``training_step``, then close the window if this micro-batch is its last one."""
         learns, before = not loop.skips_backward(self.trainer), self.ranks.backwards
         closes = learns and loop.closes_window(self.trainer)
@@ -115,7 +117,7 @@ class ManualStep:
         if counts:
             scaled = loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale)
             with self.ranks.backward(loss.device, last=last):
-                self.module.manual_backward(scaled, **self._only(window))
+                self._backward.run(scaled, **self._only(window))
         self.engine.end_backward(window, synced=counts and last)  # only now does it count
 
     def step(self, window: Accumulator) -> EffectiveStep | None:
@@ -191,7 +193,7 @@ class ManualStep:
             return real_divisor(divisor, dtype) / pieces
         return divisor / pieces
 
-    def _only(self, window: Accumulator) -> dict[str, Any]:
+    def _only(self, window: Accumulator) -> dict[str, list[Tensor]]:
         """Keep a loss that runs through another optimizer's parameters out of that one's window.
 
         DDP waits for all parameters of the graph; there `toggle_model` keeps them apart.
@@ -218,16 +220,15 @@ class ManualStep:
         optimizers = self.trainer.optimizers
         optimizer = optimizers[window.index]
         self.engine.drop_if_failed(window)
-        if window.has_gradients and not any_gradient(optimizer):
-            raise arguments.gradients_are_gone()
+        arguments.refuse_lost_gradients(window.witness, optimizer)
         if window.phase is Phase.EMPTY and self._is_alone:
             arguments.check_no_gradients(optimizer)
         if not self._is_alone and not window.has_synced:
             window.begin_backward(None, int(self.trainer.accumulate_grad_batches))
             self.ranks.zero_backward(trainable(optimizer) if len(optimizers) > 1 else self.module.parameters())
-            window.end_backward(has_gradients=any_gradient(optimizer), has_synced=True)
+            window.end_backward(witness(optimizer), has_synced=True)
 
-    def _warn_if_never_called(self, output: Any) -> None:
+    def _warn_if_never_called(self, output: object) -> None:
         if output is not None and not self.calls:
             advice.warn_of_lost_losses()
             self.calls += 1  # warned once

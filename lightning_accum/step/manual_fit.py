@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from lightning_accum.checks import advice
+from lightning_accum.checks import advice, refusals
+from lightning_accum.schedule.factors import Schedule
 from lightning_accum.seams import hooks, logs, loop
 from lightning_accum.step.engine import Door, Engine
 from lightning_accum.step.guards import HandStepGuard
@@ -33,7 +34,7 @@ class ModuleState:
     def __init__(self, progress: Progress | None = None, step: ManualStep | None = None) -> None:
         self.progress, self.step = progress or Progress(), step
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type[ModuleState], tuple[Progress]]:
         return ModuleState, (Progress(self.progress.effective_step, self.progress.skipped_steps),)
 
 
@@ -62,13 +63,17 @@ class ManualDoor(Door):
         return True
 
     @override
+    def begin_fit(self, schedule: Schedule) -> None:
+        refusals.refuse_closure_optimizers(self._trainer.optimizers, schedule, manual=True)
+
+    @override
     def start(self) -> None:
         self._guard.install(self._trainer.optimizers)
 
     @override
     def end_batch(self) -> None:
         if self._engine.progress.closed_batch == self._engine.batch:
-            self._lr_schedulers.after_batch(self._trainer, self._module, validates=loop.validates_now(self._trainer))
+            self._lr_schedulers.after_batch(self._trainer, self._module, validates=True)
             self._engine.ranks.broadcast_buffers_again()
 
     @override

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lightning_accum.gradients.buffers import Weight, WindowGradients, any_gradient, parameters
+from lightning_accum.gradients.buffers import Weight, parameters, witness
 from lightning_accum.gradients.distributed import all_reduce_max, all_reduce_mean, all_reduce_sum, is_sharded
 from lightning_accum.gradients.precision import active_scaler, loss_scale
+from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.seams import loop
-from lightning_accum.window.progress import Progress
+from lightning_accum.window.progress import Progress, State
 from lightning_accum.window.state import Accumulator, Phase
+from lightning_accum.window.values import Totals
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -26,9 +28,7 @@ if TYPE_CHECKING:
 # Out
 
 
-def snapshot(
-    trainer: Trainer, progress: Progress, gradients: WindowGradients, why_not: str | None = None
-) -> dict[str, Any]:
+def snapshot(trainer: Trainer, progress: Progress, gradients: WindowGradients, why_not: str | None = None) -> State:
     """Return what the plain state lacks where a checkpoint is made inside a window or a micro-batch.
 
     Args:
@@ -54,11 +54,11 @@ def snapshot(
     return {"pending": _pack(trainer, progress, gradients)} if why_not is None else _left_out(why_not, progress)
 
 
-def _left_out(reason: str, progress: Progress) -> dict[str, Any]:
+def _left_out(reason: str, progress: Progress) -> State:
     return {"left_out": reason if progress.window.is_pending else None}
 
 
-def _counted(progress: Progress) -> dict[str, Any]:
+def _counted(progress: Progress) -> State:
     skipped = progress.skipped_steps + (not progress.window.has_moved)
     return {"effective_step": progress.effective_step + 1, "skipped_steps": skipped, "window": None}
 
@@ -85,7 +85,7 @@ def _is_lost(trainer: Trainer, progress: Progress) -> bool:
     return loop.loader_is_resumable(trainer) and not loop.epoch_is_complete(trainer)
 
 
-def _pack(trainer: Trainer, progress: Progress, gradients: WindowGradients) -> dict[str, Any]:
+def _pack(trainer: Trainer, progress: Progress, gradients: WindowGradients) -> State:
     """The open window as plain numbers and CPU tensors, which do not change when training goes on.
 
     Sums are those over the ranks, gradients their mean, since one rank writes for all. Every rank must call it.
@@ -101,9 +101,7 @@ def _pack(trainer: Trainer, progress: Progress, gradients: WindowGradients) -> d
     }
 
 
-def _pack_one(
-    trainer: Trainer, window: Accumulator, optimizer: Optimizer, gradients: WindowGradients
-) -> dict[str, Any]:
+def _pack_one(trainer: Trainer, window: Accumulator, optimizer: Optimizer, gradients: WindowGradients) -> State:
     weight, loss, length = window.weight, window.loss, window.length
     counts = [window.micro_batches, window.batches]
     if trainer.world_size > 1:
@@ -127,7 +125,7 @@ def _on_cpu(value: Weight) -> Weight:
 # In
 
 
-def upgrade(state: dict[str, Any]) -> dict[str, Any]:
+def upgrade(state: State) -> State:
     """Return a state of any earlier form in the present one."""
     if "version" in state:
         return state
@@ -146,9 +144,15 @@ def upgrade(state: dict[str, Any]) -> dict[str, Any]:
     return new
 
 
-def restore_gradients(
-    trainer: Trainer, progress: Progress, gradients: WindowGradients, state: dict[str, Any]
-) -> str | None:
+def new_state(trainer: Trainer) -> State:
+    """Return the state of a first or second fit, or of a training begun without this package.
+
+    Fact: ``trainer.global_step`` counts every optimizer's step.
+    """
+    return Progress(trainer.global_step // max(len(trainer.optimizers), 1)).state_dict()
+
+
+def restore_gradients(trainer: Trainer, progress: Progress, gradients: WindowGradients, state: State) -> str | None:
     """Restore what the open window held; return the reason if it held gradients that do not come back."""
     if "pending" not in state:
         reason: str | None = state.get("left_out")
@@ -167,7 +171,7 @@ def _fits(optimizer: Optimizer, gradients: Iterable[Tensor | None]) -> bool:
     )
 
 
-def _unpack(trainer: Trainer, progress: Progress, gradients: WindowGradients, packed: dict[str, Any]) -> None:
+def _unpack(trainer: Trainer, progress: Progress, gradients: WindowGradients, packed: State) -> None:
     """Continue the window; the number of ranks and the loss scale may have changed."""
     ranks, scaler = trainer.world_size, active_scaler(trainer)
     if scaler is not None:  # Fact: it makes its scale when it first scales a loss, and none may be left in the window
@@ -177,14 +181,9 @@ def _unpack(trainer: Trainer, progress: Progress, gradients: WindowGradients, pa
     for i, kept in packed["optimizers"].items():
         optimizer = trainer.optimizers[i]
         gradients.hold(optimizer, [None if g is None else g * factor for g in kept["gradients"]])
-        progress.accumulator(i).restore(
-            length=kept["length"],
-            micro_batches=ceil(kept["micro_batches"] / ranks),
-            batches=ceil(kept["batches"] / ranks),
-            weight=_share(kept["weight"], trainer),
-            loss=_share(kept["loss"], trainer),
-            has_gradients=any_gradient(optimizer),
-        )
+        sums = Totals(_share(kept["weight"], trainer), _share(kept["loss"], trainer), ceil(kept["batches"] / ranks))
+        micro_batches = ceil(kept["micro_batches"] / ranks)
+        progress.accumulator(i).restore(sums, micro_batches, kept["length"], witness(optimizer))
 
 
 def _share(total: Weight, trainer: Trainer) -> Weight:

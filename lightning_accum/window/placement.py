@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_accum.schedule.epoch import epoch_of, samples
 from lightning_accum.schedule.factors import PartialWindow, Schedule
@@ -11,8 +11,7 @@ from lightning_accum.schedule.resolve import resolve
 from lightning_accum.seams import hooks, logs, loop
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.window_length import WindowLength
-from lightning_accum.window.progress import Progress, Samples
-from lightning_accum.window.state import Window
+from lightning_accum.window.progress import Progress, Samples, Window
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -49,7 +48,7 @@ class WindowPlacement:
             return
         configure_optimizers = module.configure_optimizers
 
-        def settle_then_configure() -> Any:  # LearningRateFinder trains before `on_fit_start`
+        def settle_then_configure() -> object:  # LearningRateFinder trains before `on_fit_start`
             self.settle(trainer)
             return configure_optimizers()
 

@@ -5,7 +5,39 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from lightning_accum.window.state import Accumulator, History, Phase, Window
+from lightning_accum.seams.window_length import WindowLength
+from lightning_accum.window.state import Accumulator, Phase
+from lightning_accum.window.values import History
+
+State = dict[str, Any]  # plain numbers, strings and tensors, as a checkpoint holds them
+
+
+class Window:
+    """The window of all optimizers, from where it opens until it is counted.
+
+    Args:
+        length: its place and length; None before its first micro-batch, and where no scheduler hook runs.
+    """
+
+    __slots__ = ("accumulators", "length")
+
+    def __init__(self, length: WindowLength | None = None) -> None:
+        self.length = length
+        self.accumulators: dict[int, Accumulator] = {}
+
+    def is_any(self, *phases: Phase) -> bool:
+        """Whether any optimizer's part is in one of these phases."""
+        return any(accumulator.phase in phases for accumulator in self.accumulators.values())
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether any optimizer's part holds contributions whose step is not over."""
+        return any(accumulator.is_pending for accumulator in self.accumulators.values())
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether any optimizer has changed its weights."""
+        return any(accumulator.has_moved for accumulator in self.accumulators.values())
 
 
 class Samples(NamedTuple):
@@ -71,7 +103,7 @@ class Progress:
         self.effective_step, self.skipped_steps, self.samples = effective_step, skipped_steps, None
         self.histories, self.window = {}, Window()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Plain numbers and tensors: ``torch.load(weights_only=True)`` refuses other classes."""
         length = self.window.length
         return {
@@ -83,7 +115,7 @@ class Progress:
             "optimizers": {i: asdict(history) for i, history in self.histories.items()},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on from a state of the present form; where its window opens is the caller's to say."""
         self.restart(state["effective_step"], state["skipped_steps"])
         self.histories = {i: History(**kept) for i, kept in state["optimizers"].items()}

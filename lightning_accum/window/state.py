@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_accum.gradients.buffers import Weight
-from lightning_accum.seams.window_length import WindowLength
+from lightning_accum.window.values import Contribution, History, Totals
 
 
 class Phase(Enum):
@@ -22,53 +20,6 @@ class Phase(Enum):
     BACKWARD = "a backward is running, or has failed; .grad may hold part of its gradient"
     STEPPING = "the optimizer step is running; .grad is the window's mean gradient"
     STEPPED = "the step is over, taken or skipped; the window is not counted yet"
-
-
-class Contribution(NamedTuple):
-    """One micro-batch's part of a window.
-
-    Args:
-        weight: items that the loss is a mean over.
-        loss: the mean, scalar ``()``, detached; None if losses are not summed, or this one weighs nothing.
-        pieces: equal pieces that its loader batch is split into.
-        opens_batch: whether it is the first of these pieces; the pieces of one batch count once.
-    """
-
-    weight: Weight
-    loss: Tensor | None = None
-    pieces: int = 1
-    opens_batch: bool = True
-
-
-class Totals(NamedTuple):
-    """A window's sums over all ranks.
-
-    Args:
-        weight: a number that the host knows.
-        loss: sum of weight times loss.
-        batches: loader batches that contributed; the pieces of a split batch are one.
-        ranks: how many processes were summed over.
-    """
-
-    weight: float
-    loss: Weight
-    batches: int
-    ranks: int = 1
-
-
-@dataclass
-class History:
-    """What one optimizer keeps from window to window, over the whole training.
-
-    Args:
-        steps: optimizer steps taken, without the skipped ones.
-        mean_weight: mean weight per batch in the last window; None before there is one.
-        split_size: items of a split batch that memory was found to hold at once; None: all of it.
-    """
-
-    steps: int = 0
-    mean_weight: Weight | None = None
-    split_size: int | None = None
 
 
 class Accumulator:
@@ -100,7 +51,6 @@ class Accumulator:
     __slots__ = (
         "_announced",
         "batches",
-        "has_gradients",
         "has_moved",
         "has_synced",
         "history",
@@ -112,6 +62,7 @@ class Accumulator:
         "sees_all_weights",
         "totals",
         "weight",
+        "witness",
     )
 
     def __init__(self, history: History, index: int = 0, *, sees_all_weights: bool = True) -> None:
@@ -129,10 +80,17 @@ class Accumulator:
         self.weight: Weight = 0.0
         self.loss: Weight = 0.0
         self.totals = Totals(0.0, 0.0, 0)
-        self.has_gradients = False  # a backward has left some in ``.grad``, where they must stay until the step
+        self.witness: Tensor | None = None  # a parameter that a backward has left a gradient in
         self.has_synced = False  # the last backward was synced over the ranks
         self.has_moved = False  # the step has changed the weights
         self._announced: Contribution | None = None
+
+    def restore(self, sums: Totals, micro_batches: int, length: float, witness: Tensor | None) -> None:
+        """Continue a window that a checkpoint was made in."""
+        self.expect(Phase.EMPTY)
+        self.phase, self.length, self.micro_batches = Phase.OPEN, length, micro_batches
+        self.weight, self.loss, self.batches, _ = sums
+        self.witness = witness
 
     def remember(self) -> Callable[[], None]:
         """Keep what contributions change; what is returned puts it back."""
@@ -145,15 +103,6 @@ class Accumulator:
             self.history.mean_weight = mean_weight
 
         return put_back
-
-    def restore(
-        self, *, length: float, micro_batches: int, batches: int, weight: Weight, loss: Weight, has_gradients: bool
-    ) -> None:
-        """Continue a window that a checkpoint was made in."""
-        self.expect(Phase.EMPTY)
-        self.phase = Phase.OPEN
-        self.length, self.micro_batches, self.batches = length, micro_batches, batches
-        self.weight, self.loss, self.has_gradients = weight, loss, has_gradients
 
     def begin_backward(self, contribution: Contribution | None, length: float, divided_by: float = 1) -> Weight:
         """Announce a contribution; return the factor for its loss.
@@ -178,11 +127,11 @@ class Accumulator:
             self.history.mean_weight = _first_mean_weight(contribution) if self.sees_all_weights else 1.0
         return contribution.weight * divided_by / self._unit
 
-    def end_backward(self, *, has_gradients: bool = True, has_synced: bool = False) -> None:
+    def end_backward(self, witness: Tensor | None = None, *, has_synced: bool = False) -> None:
         """Commit the announced contribution: its gradient is in ``.grad``."""
         self.expect(Phase.BACKWARD)
         self.phase = Phase.OPEN
-        self.has_gradients, self.has_synced = has_gradients, has_synced
+        self.witness, self.has_synced = witness, has_synced
         if (added := self._announced) is None:
             return
         self.micro_batches += 1
@@ -252,31 +201,3 @@ def _plus(total: Weight, loss: Tensor, weight: Weight) -> Tensor:
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, loss * weight, 0) + total  # the mean over no items is NaN
     return torch.add(total, loss, alpha=weight) if isinstance(total, Tensor) else loss * weight + total
-
-
-class Window:
-    """The window of all optimizers, from where it opens until it is counted.
-
-    Args:
-        length: its place and length; None before its first micro-batch, and where no scheduler hook runs.
-    """
-
-    __slots__ = ("accumulators", "length")
-
-    def __init__(self, length: WindowLength | None = None) -> None:
-        self.length = length
-        self.accumulators: dict[int, Accumulator] = {}
-
-    def is_any(self, *phases: Phase) -> bool:
-        """Whether any optimizer's part is in one of these phases."""
-        return any(accumulator.phase in phases for accumulator in self.accumulators.values())
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether any optimizer's part holds contributions whose step is not over."""
-        return any(accumulator.is_pending for accumulator in self.accumulators.values())
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether any optimizer has changed its weights."""
-        return any(accumulator.has_moved for accumulator in self.accumulators.values())

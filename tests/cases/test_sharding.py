@@ -22,7 +22,8 @@ from ranks.test_ranks import ManualRanked, Ranked, assert_equal_to, fit_on_ranks
 from torch import Tensor, distributed, nn
 
 from lightning_accum import AccumulationScheduler
-from lightning_accum.window.state import Accumulator, Contribution, History, Totals
+from lightning_accum.window.state import Accumulator
+from lightning_accum.window.values import Contribution, History, Totals
 
 BOTH = pytest.mark.parametrize("door", SCHEDULED)
 TOYS = {CALLBACK: Toy, MIXIN: ManualToy}

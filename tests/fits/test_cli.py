@@ -208,4 +208,4 @@ def test_help_explains_the_arguments(capsys: pytest.CaptureFixture[str]) -> None
     text = " ".join(capsys.readouterr().out.split())
     assert "the accumulation factor (micro-batches per window)" in text
     assert "the unit of the starts" in text
-    assert "how much a micro-batch weighs" in text
+    assert "returns a micro-batch's weight" in text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from doors import Rows
-from fits.checkpoints.make import BETWEEN, INSIDE, TRAININGS, batches, loss_of, make_net, momentum, train
+from fits.checkpoints.make import BETWEEN, INSIDE, TRAININGS, Loader, batches, loss_of, make_net, momentum, train
 from torch import Tensor
 
 FOLDER = Path(__file__).parent / "checkpoints"
@@ -144,3 +144,13 @@ def test_samples_seen_and_validations_owed_are_known(file: str) -> None:
     # the second file was made after the second window, before its validation
     assert resumed.validated_at == whole.validated_at
     assert len(whole.validated_at) == 3
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if "-samples" in file])
+def test_samples_are_the_checkpoints_where_the_loader_has_others(file: str) -> None:
+    """They were 6 where the second window opened, of two a micro-batch; from there on they are counted as one each."""
+    loader = Loader()
+    loader.batch_size, loader.sampler = 1, range(7)
+    module, _ = resume(file, loader=loader, scheduling={0: 3, 12: 2})
+    # 10 where the second epoch begins, so 13 at its second window; all by the new loader they would be 7 and 10
+    assert [step.micro_batches for step in module.steps][-2:] == [2, 2]

@@ -147,21 +147,31 @@ TRAININGS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 }
 
 
-def train(name: str, *, callbacks: Any = (), ckpt_path: Any = None, logger: Logger | bool = False) -> Any:
+def train(
+    name: str,
+    *,
+    callbacks: Any = (),
+    ckpt_path: Any = None,
+    logger: Logger | bool = False,
+    loader: Loader | None = None,
+    **scheduler: Any,
+) -> Any:
     """Fit for two epochs, or for what is left of them."""
     kind, more = TRAININGS[name]
     options = more()
     module = MODULES[kind]()
-    scheduler = AccumulationScheduler(**{"scheduling": FACTOR, **options.get("scheduler", {})}, weight_fn=weigh)
+    ours = AccumulationScheduler(
+        **{"scheduling": FACTOR, "weight_fn": weigh, **options.get("scheduler", {}), **scheduler}
+    )
     trainer = L.Trainer(
         max_epochs=2,
-        callbacks=[scheduler, AccumulationMonitor(), *options.get("callbacks", []), *callbacks],
+        callbacks=[ours, AccumulationMonitor(), *options.get("callbacks", []), *callbacks],
         logger=logger,
         **{"accelerator": "cpu", "log_every_n_steps": 1, "num_sanity_val_steps": 0},
         **dict.fromkeys(["enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False),
     )
     validation = DataLoader(batches()[:1], batch_size=None)  # type: ignore[arg-type]
-    trainer.fit(module, Loader(), validation if "callbacks" in options else None, ckpt_path=ckpt_path)
+    trainer.fit(module, loader or Loader(), validation if "callbacks" in options else None, ckpt_path=ckpt_path)
     return module
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from lightning_accum.step.guards import HandStepGuard, check_first_backward
 from lightning_accum.window.progress import Progress
-from lightning_accum.window.state import Contribution, Totals
+from lightning_accum.window.values import Contribution, Totals
 
 
 def watched() -> tuple[Progress, HandStepGuard, list[torch.optim.Optimizer]]:

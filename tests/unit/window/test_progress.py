@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_accum.seams.window_length import WindowLength
-from lightning_accum.window.progress import Progress, Samples
-from lightning_accum.window.state import Contribution, Totals, Window
+from lightning_accum.window.progress import Progress, Samples, Window
+from lightning_accum.window.values import Contribution, Totals
 
 
 def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What sees a gradient while a backward computes it: the weight mask, and the norms of single micro-batches."""
+"""The gradient norms of single micro-batches, taken while their gradients flow into the sum."""
 
 from __future__ import annotations
 
@@ -13,45 +13,10 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_accum.gradients.buffers import Weight, parameters, weighs_nothing
 from lightning_accum.gradients.precision import device_scale
 
-Weight = float | Tensor
 Obstacle = Literal["several losses", "several backwards", "one micro-batch"]
-
-
-class WeightMask:
-    """Keeps the gradient of a micro-batch of weight 0 out of the sum, where it is NaN: the mean over no items.
-
-    0 * NaN is NaN, so that the weight alone does not. Whether a tensor weight is 0 is never read back: each gradient of
-    such a micro-batch passes one more operation.
-    """
-
-    def __init__(self) -> None:
-        self._counts: Tensor | bool | None = None
-        self._handles: dict[Tensor, RemovableHandle] = {}
-
-    def cover(self, parameters: Iterable[Tensor], weight: Weight) -> None:
-        """Watch the next backward; once a parameter is watched, it stays so until `release`."""
-        self._counts = weight > 0
-        for parameter in parameters:
-            if parameter.requires_grad and parameter not in self._handles:
-                self._handles[parameter] = parameter.register_hook(self._mask)  # type: ignore[no-untyped-call]
-
-    def uncover(self) -> None:
-        """Let gradients be."""
-        self._counts = None
-
-    def _mask(self, gradient: Tensor) -> Tensor | None:
-        if self._counts is None or gradient.is_sparse or type(gradient) is not Tensor:  # a DTensor takes no mask
-            return None
-        if isinstance(self._counts, Tensor):
-            return torch.where(self._counts.to(gradient.device), gradient, 0)
-        return None if self._counts else torch.zeros_like(gradient)
-
-    def release(self) -> None:
-        """Watch no more."""
-        while self._handles:
-            self._handles.popitem()[1].remove()
 
 
 def norm_of(gradient: Tensor) -> Tensor:
@@ -144,11 +109,11 @@ class MicroBatchNorms:
 
     # In a window
 
-    def begin(self, optimizer: Optimizer, parameters: Iterable[Tensor], weight: Weight, scale: Weight) -> None:
+    def begin(self, optimizer: Optimizer, weight: Weight, scale: Weight) -> None:
         """Watch the next backward, whose loss is multiplied by ``scale``."""
         self._running = _Backward(optimizer, weight, scale)
         handles = self._handles.setdefault(optimizer, {})
-        for parameter in parameters:
+        for parameter in parameters(optimizer):
             if parameter.requires_grad and parameter not in handles:
                 see = partial(self._see, optimizer, parameter)
                 handles[parameter] = parameter.register_hook(see)  # type: ignore[no-untyped-call]
@@ -176,7 +141,7 @@ class MicroBatchNorms:
         measured.micro_batches += 1
         if running.is_repeated:
             measured.obstacle = "several backwards"
-        if not isinstance(weight, Tensor) and weight == 0:
+        if weighs_nothing(weight):
             return
         squared = sum_of_squares(running.norms.values())
         for scale in (running.scale, device_scale(self._scaler)):
@@ -187,10 +152,10 @@ class MicroBatchNorms:
         measured.weighted = measured.weighted + weight * squared
         measured.contributions = measured.contributions + (weight > 0)
 
-    def complete(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    def complete(self, optimizer: Optimizer) -> None:
         """Measure the window's own gradient; ``.grad`` is the weighted mean by now, unscaled and not clipped yet."""
         if optimizer in self.measured:
-            gradients = (norm_of(parameter.grad) for parameter in parameters if parameter.grad is not None)
+            gradients = (norm_of(parameter.grad) for parameter in parameters(optimizer) if parameter.grad is not None)
             self.measured[optimizer].total = sum_of_squares(gradients)
 
     def drop(self, optimizer: Optimizer) -> None:

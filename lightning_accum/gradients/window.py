@@ -1,0 +1,229 @@
+"""The gradients of an open window: kept from NaN, summed in float32 if asked, normalised, saved and restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_accum.gradients.buffers import Weight, drop, multiply, parameters, scale
+from lightning_accum.gradients.norms import MicroBatchNorms
+from lightning_accum.gradients.precision import LOW_PRECISION
+from lightning_accum.seams import loop
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class Float32Gradients:
+    """Adds each micro-batch's gradient to a float32 buffer, and leaves ``.grad`` empty until the window closes.
+
+    In bf16 256 + 1 is 256: what is small against the sum so far is lost. It costs one float32 tensor per parameter in
+    low precision; ``.grad`` itself lives only until it is added.
+
+    References:
+        https://github.com/NVIDIA/Megatron-LM/issues/372, https://github.com/deepspeedai/DeepSpeed/issues/2768
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[Tensor, Tensor] = {}
+        self._handles: dict[Tensor, RemovableHandle] = {}
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Take over the gradients of those in low precision, as soon as a backward has made them."""
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.dtype in LOW_PRECISION and parameter not in self._handles:
+                handle = parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+                self._handles[parameter] = handle
+
+    def _take(self, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if parameter in self.sums:
+            self.sums[parameter] += gradient
+        else:
+            self.sums[parameter] = gradient.float()
+
+    def put_back(self, optimizer: Optimizer, factor: Weight) -> None:
+        """Multiply the sums in float32 and make them the gradients again, rounded once."""
+        summed = [parameter for parameter in parameters(optimizer) if parameter in self.sums]
+        totals = [self.sums.pop(parameter) for parameter in summed]
+        multiply(totals, factor)
+        gradients = [torch.empty_like(parameter) for parameter in summed]
+        if summed:
+            torch._foreach_copy_(gradients, totals)
+        for parameter, gradient in zip(summed, gradients, strict=True):
+            parameter.grad = gradient
+
+    def drop(self, optimizer: Optimizer) -> None:
+        """Forget what was summed for the optimizer."""
+        for parameter in parameters(optimizer):
+            self.sums.pop(parameter, None)
+
+    def remember(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
+        """Keep what was summed for the parameters; what is returned puts it back."""
+        kept = {p: self.sums[p].clone() if p in self.sums else None for p in parameters}
+
+        def put_back() -> None:
+            for parameter, total in kept.items():
+                self.sums.pop(parameter, None)
+                if total is not None:
+                    self.sums[parameter] = total
+
+        return put_back
+
+    def release(self) -> None:
+        """Let the parameters accumulate as they did; the sums stay."""
+        while self._handles:
+            self._handles.popitem()[1].remove()
+
+
+class WeightMask:
+    """Keeps the gradient of a micro-batch of weight 0 out of the sum, where it is NaN: the mean over no items.
+
+    0 * NaN is NaN, so that the weight alone does not. Whether a tensor weight is 0 is never read back: each gradient of
+    such a micro-batch passes one more operation.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Tensor | bool | None = None
+        self._zeros: dict[torch.dtype, Tensor] = {}  # on the CPU: `where` with the number 0 makes one each time
+        self._handles: dict[Tensor, RemovableHandle] = {}
+
+    def cover(self, parameters: Iterable[Tensor], weight: Weight) -> None:
+        """Watch the next backward; once a parameter is watched, it stays so until `release`."""
+        self._counts = weight > 0
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._handles:
+                self._handles[parameter] = parameter.register_hook(self._mask)  # type: ignore[no-untyped-call]
+
+    def uncover(self) -> None:
+        """Let gradients be."""
+        self._counts = None
+
+    def _mask(self, gradient: Tensor) -> Tensor | None:
+        if self._counts is None or gradient.is_sparse or type(gradient) is not Tensor:  # a DTensor takes no mask
+            return None
+        if isinstance(self._counts, Tensor):
+            zero = self._zeros.setdefault(gradient.dtype, torch.zeros((), dtype=gradient.dtype))
+            return torch.where(self._counts.to(gradient.device), gradient, zero)
+        return None if self._counts else torch.zeros_like(gradient)
+
+    def release(self) -> None:
+        """Watch no more."""
+        while self._handles:
+            self._handles.popitem()[1].remove()
+
+
+class WindowGradients:
+    """What is done with the gradients of a window that closes.
+
+    Args:
+        in_float32: whether gradients in bf16 and fp16 are summed in float32.
+    """
+
+    def __init__(self, in_float32: bool) -> None:
+        self.in_float32 = in_float32
+        self._float32 = Float32Gradients() if in_float32 else None
+        self.norms = MicroBatchNorms()
+        self._mask = WeightMask()
+
+    def start(self, optimizers: Iterable[Optimizer]) -> None:
+        """A fit begins, or a window: BackboneFinetuning unfreezes parameters and adds them in between."""
+        if self._float32 is not None:
+            for optimizer in optimizers:
+                self._float32.watch(parameters(optimizer))
+
+    def mask(self, optimizer: Optimizer, weight: Weight) -> None:
+        """Let the next backward add nothing if its weight is 0, whatever the loss is; for a number above 0, no work."""
+        self._mask.uncover()
+        if isinstance(weight, Tensor) or weight == 0:
+            self._mask.cover(parameters(optimizer), weight)
+
+    def measure(self, optimizer: Optimizer, weight: Weight, scale: Weight, batch: int, *, opens_batch: bool) -> None:
+        """Take the norm of the next backward's own gradient, if somebody asks for this window's.
+
+        Args:
+            optimizer: whose parameters.
+            weight: of the contribution.
+            scale: what its loss is multiplied by.
+            batch: number of its loader batch.
+            opens_batch: False for a further piece of a split batch.
+        """
+        if optimizer in self.norms.measured:
+            self.norms.note_batch(optimizer, batch, opens_batch=opens_batch)
+            self.norms.begin(optimizer, weight, scale)
+
+    def unmask(self) -> None:
+        """The backward is through."""
+        self._mask.uncover()
+        self.norms.end()
+
+    def normalize(self, optimizer: Optimizer, correction: Weight) -> None:
+        """Make the optimizer's gradients the window's weighted mean."""
+        scale(optimizer, correction)
+        if self._float32 is not None:
+            self._float32.put_back(optimizer, correction)
+
+    def drop(self, optimizer: Optimizer) -> None:
+        """Leave nothing to step with."""
+        drop(optimizer)
+        self.norms.drop(optimizer)
+        if self._float32 is not None:
+            self._float32.drop(optimizer)
+
+    def held(self, optimizer: Optimizer) -> list[Tensor | None]:
+        """What the open window has summed, one entry for each parameter; the tensors themselves."""
+        sums = {} if self._float32 is None else self._float32.sums
+        return [sums.get(parameter, parameter.grad) for parameter in parameters(optimizer)]
+
+    def hold(self, optimizer: Optimizer, totals: Iterable[Tensor | None]) -> None:
+        """Go on from what `held` gave."""
+        for parameter, total in zip(parameters(optimizer), totals, strict=True):
+            if total is None:
+                continue
+            if self._float32 is not None and parameter.dtype in LOW_PRECISION:
+                self._float32.sums[parameter] = total.to(parameter.device, torch.float32)
+            else:
+                parameter.grad = total.to(parameter.device, parameter.dtype)
+
+    def release(self) -> None:
+        """The fit has ended; what an open window has summed can still be saved."""
+        self._mask.release()
+        self.norms.release()
+        if self._float32 is not None:
+            self._float32.release()
+
+    def remember(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
+        """Keep the gradients of an open window, if there are any; what is returned puts them back."""
+        kept = {p: None if p.grad is None else p.grad.clone() for p in parameters}
+        put_back_norms = self.norms.remember()
+        put_back_sums = None if self._float32 is None else self._float32.remember(kept)
+
+        def put_back() -> None:
+            for parameter, gradient in kept.items():
+                if gradient is None or parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad.copy_(gradient)  # in place: it may be a view of DDP's bucket
+            put_back_norms()
+            if put_back_sums is not None:
+                put_back_sums()
+
+        return put_back
+
+    def end(self) -> None:
+        """Forget the last fit."""
+        self.release()
+        if self._float32 is not None:
+            self._float32.sums.clear()
+
+
+def window_gradients(trainer: Trainer) -> WindowGradients:
+    """Return the open window's gradients: those of the fit's AccumulationScheduler, which this room cannot import."""
+    found = (getattr(callback, "gradients", None) for callback in loop.callbacks(trainer))
+    return next(gradients for gradients in found if isinstance(gradients, WindowGradients))

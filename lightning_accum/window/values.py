@@ -1,0 +1,57 @@
+"""What goes into an accumulation window, what comes out of it, and what one window leaves to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lightning_accum.gradients.buffers import Weight
+
+
+class Contribution(NamedTuple):
+    """One micro-batch's part of a window.
+
+    Args:
+        weight: items that the loss is a mean over.
+        loss: the mean, scalar ``()``, detached; None if losses are not summed, or this one weighs nothing.
+        pieces: equal pieces that its loader batch is split into.
+        opens_batch: whether it is the first of these pieces; the pieces of one batch count once.
+    """
+
+    weight: Weight
+    loss: Tensor | None = None
+    pieces: int = 1
+    opens_batch: bool = True
+
+
+class Totals(NamedTuple):
+    """A window's sums over all ranks.
+
+    Args:
+        weight: at the window's end a number that the host knows.
+        loss: sum of weight times loss.
+        batches: loader batches that contributed; the pieces of a split batch are one.
+        ranks: how many processes were summed over.
+    """
+
+    weight: Weight
+    loss: Weight
+    batches: int
+    ranks: int = 1
+
+
+@dataclass
+class History:
+    """What one optimizer keeps from window to window, over the whole training.
+
+    Args:
+        steps: optimizer steps taken, without the skipped ones.
+        mean_weight: mean weight per batch in the last window; None before there is one.
+        split_size: items of a split batch that memory was found to hold at once; None: all of it.
+    """
+
+    steps: int = 0
+    mean_weight: Weight | None = None
+    split_size: int | None = None
