@@ -1,5 +1,6 @@
 """Gradient accumulation for PyTorch Lightning that gives the same update as the one big batch."""
 
+from lightning_accum.callbacks.history import plot_metrics
 from lightning_accum.callbacks.lr_scaling import LearningRateScaler
 from lightning_accum.callbacks.monitor import AccumulationMonitor
 from lightning_accum.callbacks.noise_scale import NoiseScaleMonitor
@@ -28,4 +29,5 @@ __all__ = [
     "accumulation_plan",
     "check_equivalence",
     "estimated_stepping_batches",
+    "plot_metrics",
 ]

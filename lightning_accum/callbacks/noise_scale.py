@@ -11,7 +11,7 @@ from lightning_accum.callbacks._base import AccumulationCallback
 from lightning_accum.callbacks.noise_estimate import Figures, NoiseEstimate, WindowNoise, advice
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.distributed import all_reduce_sum, is_sharded
-from lightning_accum.gradients.norms import Measured, MicroBatchNorms
+from lightning_accum.gradients.micro_batch_norms import Measured, MicroBatchNorms
 from lightning_accum.gradients.precision import active_scaler
 from lightning_accum.gradients.window import window_gradients
 from lightning_accum.schedule import resolve

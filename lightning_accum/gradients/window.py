@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_accum.gradients.buffers import Weight, drop, multiply, parameters, scale
-from lightning_accum.gradients.norms import MicroBatchNorms
+from lightning_accum.gradients.micro_batch_norms import MicroBatchNorms
 from lightning_accum.gradients.precision import LOW_PRECISION
 from lightning_accum.seams import loop
 
