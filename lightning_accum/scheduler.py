@@ -121,7 +121,7 @@ class AccumulationScheduler(Callback):
         self.progress.load_state_dict(new_state(trainer))  # stays, if no epoch is left
         options = Options(self.weight_fn, self.partial_window, self.save_gradients, self.sync_each_micro_batch)
         self._engine = Engine(trainer, pl_module, options, self.progress, self.gradients, self.flags)
-        self._engine.is_driven = lambda: self in loop.callbacks(trainer)  # no: by a finder inside the fit
+        self._engine.scheduler = self
         self._door = choose_door(self._engine, pl_module)
         self._placement.begin_fit(trainer, pl_module)
 
