@@ -74,6 +74,7 @@ class _Backward:
     scale: Weight
     norms: dict[Tensor, Tensor] = field(default_factory=dict)
     is_repeated: bool = False
+    parts: dict[Tensor, Tensor] | None = None  # sums of gradients, where several passes make one
 
 
 class MicroBatchNorms:
@@ -118,6 +119,11 @@ class MicroBatchNorms:
                 see = partial(self._see, optimizer, parameter)
                 handles[parameter] = parameter.register_hook(see)  # type: ignore[no-untyped-call]
 
+    def sum_parts(self) -> None:
+        """Expect the contribution's gradient in several passes (a cached loss); costs a buffer of the gradient."""
+        if self._running is not None:
+            self._running.parts = {}
+
     def note_batch(self, optimizer: Optimizer, batch: int, *, opens_batch: bool) -> None:
         """Note the loader batch of a contribution: two losses of the same items are not two samples of one gradient."""
         measured = self.measured[optimizer]
@@ -128,6 +134,10 @@ class MicroBatchNorms:
     def _see(self, optimizer: Optimizer, parameter: Tensor, gradient: Tensor) -> None:
         running = self._running
         if running is None or running.optimizer is not optimizer:  # another one's loss may run through its parameters
+            return
+        if running.parts is not None:
+            held = running.parts.get(parameter)
+            running.parts[parameter] = gradient.clone() if held is None else held + gradient
             return
         running.is_repeated |= parameter in running.norms
         running.norms[parameter] = norm_of(gradient)  # the gradient itself is not kept: autograd could not reuse it
@@ -143,7 +153,8 @@ class MicroBatchNorms:
             measured.obstacle = "several backwards"
         if weighs_nothing(weight):
             return
-        squared = sum_of_squares(running.norms.values())
+        norms = running.norms.values() if running.parts is None else map(norm_of, running.parts.values())
+        squared = sum_of_squares(norms)
         for scale in (running.scale, device_scale(self._scaler)):
             squared = squared / _beside(squared, scale) ** 2
         weight = _beside(squared, weight)
