@@ -304,37 +304,35 @@ def test_the_bound_is_in_samples_and_the_value_is_there_when_it_can_be_trusted(d
 
 
 class Dispatches(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts reads of tensors while a backward or a window is under way."""
+    """Counts operations, and reads of tensors among them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.reads = 0
+        self.reads = self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
         self.reads += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
 
 
+class Listens(L.Callback):
+    def on_effective_step_end(self, *args: Any) -> None: ...
+
+
 @pytest.mark.parametrize("weight_fn", [by_size, as_tensor], ids=["number", "tensor"])
 @pytest.mark.parametrize("door", SCHEDULED)
-def test_nothing_is_read_where_nothing_is_logged(door: str, weight_fn: Any) -> None:
-    def reads(callbacks: Sequence[L.Callback]) -> int:
+def test_nothing_is_read_and_windows_that_are_not_measured_cost_no_operation(door: str, weight_fn: Any) -> None:
+    def counted(callback: L.Callback) -> Dispatches:
         with Dispatches() as mode:
-            fit(
-                door,
-                Net,
-                as_given(make_batches(SIZES)),
-                4,
-                callbacks=callbacks,
-                weight_fn=weight_fn,
-                log_every_n_steps=50,
-            )
-        return mode.reads
+            batches = as_given(make_batches(SIZES))
+            fit(door, Net, batches, 4, callbacks=[callback], weight_fn=weight_fn, log_every_n_steps=50)
+        return mode
 
-    class Listens(L.Callback):
-        def on_effective_step_end(self, *args: Any) -> None: ...
-
-    assert reads([NoiseScaleMonitor(1, 0.5)]) == reads([Listens()])
+    plain, measures = counted(Listens()), counted(NoiseScaleMonitor(1, 0.5))
+    assert measures.reads == plain.reads
+    assert measures.operations > plain.operations
+    assert counted(NoiseScaleMonitor(100)).operations == plain.operations > 0
 
 
 @pytest.mark.parametrize("door", SCHEDULED)
