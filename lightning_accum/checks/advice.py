@@ -163,6 +163,15 @@ def warn_failed_backward(micro_batches: int) -> None:
     )
 
 
+def warn_of_uncompiled_split(module: LightningModule) -> None:
+    """Warn about a split batch in a compiled module: what a disabled function calls runs uncompiled too."""
+    if loop.is_compiled(module):
+        rank_zero_warn(
+            "`accumulate_split` in a compiled module: `loss_fn` runs uncompiled. Compile the submodule that it calls"
+            " instead: `self.net = torch.compile(self.net)`, and `Trainer.fit` with the module itself."
+        )
+
+
 def warn_of_lost_losses() -> None:
     """Warn about a ``training_step`` whose losses have no effect."""
     rank_zero_warn(

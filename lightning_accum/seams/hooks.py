@@ -7,14 +7,25 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+import torch
 
 # Fact: Lightning notes in this attribute of the module which hook runs, some 30 times per micro-batch.
 RUNNING_HOOK = "_current_fx_name"
 
 Hook = Callable[..., Any]
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
 _ABSENT = object()
+
+
+def uncompiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Keep a function out of ``torch.compile``, with the types that torch's own decorator takes away."""
+    disabled: Callable[_Arguments, _Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def wrap(cls: type, name: str, run: Hook) -> None:

@@ -22,7 +22,7 @@ from lightning_accum.seams.roots import (
 from lightning_accum.seams.window_length import WindowLength
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
@@ -37,6 +37,11 @@ def callbacks(trainer: Trainer) -> list[Callback]:
 def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
     """Exchange the list. Fact: Lightning may be iterating over the old one, which must not change."""
     trainer.callbacks = callbacks  # type: ignore[attr-defined]
+
+
+def is_compiled(module: LightningModule) -> bool:
+    """Whether the fit got ``torch.compile(module)``. Fact: its steps are compiled and set on the module behind it."""
+    return module._compiler_ctx is not None
 
 
 def closes_window(trainer: Trainer) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ class ManualStep:
         self.optimizer_step = OptimizerStep(engine, module)
         self._backward = UnheardBackward(engine.trainer, module)
         self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
-        self.calls = 0  # of `accumulate`, in this fit
+        self.calls: Counter[str] = Counter()  # of `accumulate` and its kin in this fit, by how they begin
         self._epoch_begun = -1  # the epoch whose LR schedulers are still to be stepped; -1: none
 
     # One micro-batch, top to bottom
@@ -168,7 +169,7 @@ class ManualStep:
         """Return the window and the micro-batch that a call is for; ``call`` is how the user's own begins."""
         if self.micro_batch is None:
             raise refusals.outside_training_step(call)
-        self.calls += 1
+        self.calls[call] += 1
         optimizers = self.trainer.optimizers
         is_only_one = optimizer is None and len(optimizers) == 1
         index = 0 if is_only_one else arguments.optimizer_position(optimizer, optimizers, call)
@@ -231,4 +232,4 @@ class ManualStep:
     def _warn_if_never_called(self, output: object) -> None:
         if output is not None and not self.calls:
             advice.warn_of_lost_losses()
-            self.calls += 1  # warned once
+            self.calls["warned"] += 1
