@@ -40,17 +40,18 @@ def compiled_as_it_is(module: L.LightningModule) -> Any:
 
 
 class Compiled:
-    """Compiles modules, and counts.
-
-    Args:
-        graphs: that the backend got.
-    """
+    """Compiles modules, and counts."""
 
     def __init__(self) -> None:
-        self.graphs: list[Any] = []
+        self._graphs: list[Any] = []
 
     def __call__(self, module: L.LightningModule) -> Any:
-        return torch.compile(module, backend=recording_backend(self.graphs))
+        return torch.compile(module, backend=recording_backend(self._graphs))
+
+    @property
+    def graphs(self) -> list[Any]:
+        """Those that compute something."""
+        return [graph for graph in self._graphs if any(node.op.startswith("call") for node in graph.graph.nodes)]
 
     @property
     def frames(self) -> int:
