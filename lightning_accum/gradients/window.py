@@ -84,28 +84,24 @@ class WeightMask:
     """
 
     def __init__(self) -> None:
-        self._counts: Tensor | bool | None = None
+        self.counts: Tensor | bool | None = None
         self._zeros: dict[torch.dtype, Tensor] = {}  # on the CPU: `where` with the number 0 makes one each time
         self._handles: dict[Tensor, RemovableHandle] = {}
 
     def cover(self, parameters: Iterable[Tensor], weight: Weight) -> None:
         """Watch the next backward; once a parameter is watched, it stays so until `release`."""
-        self._counts = weight > 0
+        self.counts = weight > 0
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._handles:
                 self._handles[parameter] = parameter.register_hook(self._mask)  # type: ignore[no-untyped-call]
 
-    def uncover(self) -> None:
-        """Let gradients be."""
-        self._counts = None
-
     def _mask(self, gradient: Tensor) -> Tensor | None:
-        if self._counts is None or gradient.is_sparse or type(gradient) is not Tensor:  # a DTensor takes no mask
+        if self.counts is None or gradient.is_sparse or type(gradient) is not Tensor:  # a DTensor takes no mask
             return None
-        if isinstance(self._counts, Tensor):
+        if isinstance(self.counts, Tensor):
             zero = self._zeros.setdefault(gradient.dtype, torch.zeros((), dtype=gradient.dtype))
-            return torch.where(self._counts.to(gradient.device), gradient, zero)
-        return None if self._counts else torch.zeros_like(gradient)
+            return torch.where(self.counts.to(gradient.device), gradient, zero)
+        return None if self.counts else torch.zeros_like(gradient)
 
     def release(self) -> None:
         """Watch no more."""
@@ -133,13 +129,14 @@ class WindowGradients:
 
     def mask(self, optimizer: Optimizer, weight: Weight) -> None:
         """Let the next backward add nothing if its weight is 0, whatever the loss is; for a number above 0, no work."""
-        self._mask.uncover()
         if isinstance(weight, Tensor) or weight == 0:
             self._mask.cover(parameters(optimizer), weight)
+        else:
+            self._mask.counts = None
 
     def unmask(self) -> None:
         """The backward is through."""
-        self._mask.uncover()
+        self._mask.counts = None
 
     def normalize(self, optimizer: Optimizer, correction: Weight) -> None:
         """Make the optimizer's gradients the window's weighted mean."""

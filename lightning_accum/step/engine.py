@@ -28,7 +28,7 @@ from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution, Totals
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Engine:
         self.trainer, self.module, self.options, self.progress = trainer, module, options, progress
         self.gradients, self.flags = gradients, flags
         self.ranks = Ranks(trainer, module, sync_each=options.sync_each_micro_batch)
-        self.is_driven: Callable[[], bool] = lambda: True  # whether the scheduler's hooks run
+        self.scheduler: Callback | None = None  # whose hooks drive the fit
         self.batch = 0  # the present micro-batch, counted over the whole training from 1
         self.unweighted_warning = ""  # to be given when a micro-batch without a weight arrives
 
@@ -87,7 +87,8 @@ class Engine:
         if window.phase is Phase.BACKWARD:
             self._drop_failed(window)
         optimizer = self.trainer.optimizers[window.index]
-        refuse_lost_gradients(window.witness, optimizer)
+        if window.witness is not None and window.witness.grad is None:
+            refuse_lost_gradients(window.witness, optimizer)
         self.gradients.mask(optimizer, contribution.weight)
         return window.begin_backward(contribution, length, divided_by)
 

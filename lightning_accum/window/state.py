@@ -117,7 +117,8 @@ class Accumulator:
         """
         if self.phase is Phase.BACKWARD:
             self.drop()
-        self.expect(Phase.EMPTY, Phase.OPEN)
+        if self.phase is not Phase.OPEN:
+            self.expect(Phase.EMPTY, Phase.OPEN)
         if self.micro_batches == 0:
             self.length = length  # for the whole window: its gradients are scaled by it
         self.phase, self._announced = Phase.BACKWARD, contribution
@@ -129,7 +130,8 @@ class Accumulator:
 
     def end_backward(self, witness: Tensor | None = None, *, has_synced: bool = False) -> None:
         """Commit the announced contribution: its gradient is in ``.grad``."""
-        self.expect(Phase.BACKWARD)
+        if self.phase is not Phase.BACKWARD:
+            self.expect(Phase.BACKWARD)
         self.phase = Phase.OPEN
         self.witness, self.has_synced = witness, has_synced
         if (added := self._announced) is None:
