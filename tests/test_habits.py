@@ -1,4 +1,4 @@
-"""What a repository has beside its code: workflows, issue form, citation, contributing, metadata. No workflow is run."""
+"""What a repository has beside its code: workflows, issue form, citation, contributing, metadata. None is run."""
 
 from __future__ import annotations
 
@@ -87,10 +87,9 @@ def test_the_nightly_run_tests_the_seams_first() -> None:
     runs = commands(jobs("nightly")["unreleased"])
     tests = [run for run in runs if run.startswith("pytest")]
     assert tests == ["pytest tests/seams tests/unit/seams", "pytest"]
-    for run in re.findall(
-        r"tests/[\w/.]+", "\n".join(command for job in jobs("nightly").values() for command in commands(job))
-    ):
-        assert (ROOT / run).exists(), run
+    every = "\n".join(command for job in jobs("nightly").values() for command in commands(job))
+    for path in re.findall(r"tests/[\w/.]+", every):
+        assert (ROOT / path).exists(), path
 
 
 def test_a_release_is_tested_and_published_without_a_stored_token() -> None:
