@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -25,15 +24,6 @@ if TYPE_CHECKING:
     _Module = LightningModule
 else:
     _Module = object
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-
-
-def _uncompiled(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Keep a method out of ``torch.compile``, with the types that torch's own decorator takes away."""
-    uncompiled: Callable[_Arguments, _Result] = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
-    return uncompiled
 
 
 class AccumulationMixin(_Module):
@@ -75,13 +65,14 @@ class AccumulationMixin(_Module):
     )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Check the order of the bases, and wrap the two hooks that must work without a ``super()`` call."""
+        """Check the order of the bases, and wrap what must work without a ``super()`` call, or uncompiled."""
         super().__init_subclass__(**kwargs)
         bases = cls.__mro__
         if any(bases.index(base) < bases.index(AccumulationMixin) for base in LIGHTNING_MODULES if base in bases):
             raise refusals.mixin_comes_second(cls)
         hooks.wrap(cls, "training_step", _run_training_step)
         hooks.wrap(cls, "configure_callbacks", with_scheduler)
+        hooks.wrap(cls, "log", _run_log)
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
@@ -118,7 +109,7 @@ class AccumulationMixin(_Module):
         step = self._accumulation.step
         return step is not None and opens_window(step.trainer)
 
-    @_uncompiled
+    @hooks.uncompiled
     def accumulate(
         self,
         loss: Tensor | None,
@@ -152,7 +143,7 @@ class AccumulationMixin(_Module):
         """
         return self._accumulation.running_step("accumulate(loss", self).accumulate(loss, weight, optimizer, more=more)
 
-    @_uncompiled
+    @hooks.uncompiled
     def accumulate_split(
         self,
         batch: Any,
@@ -189,11 +180,11 @@ class AccumulationMixin(_Module):
             ValueError: a batch whose parts differ in size; a size below 1.
             MisconfigurationException: ``"auto"`` where ranks wait for each other inside forward or backward.
         """
-        step = self._accumulation.running_step("accumulate_split(batch, loss_fn", self)
+        step = self._accumulation.running_step(retry.CALL, self)
         split = retry.SplitBatch(batch, loss_fn, batch_dim, getattr(self, "slice_micro_batch", None))
         return retry.accumulate_split(step, optimizer, split, micro_batch_size)
 
-    @_uncompiled
+    @hooks.uncompiled
     def accumulate_cached(
         self,
         batch: object,
@@ -248,4 +239,12 @@ class AccumulationMixin(_Module):
 
 def _run_training_step(module: AccumulationMixin, training_step: hooks.Hook, *args: object, **kwargs: object) -> object:
     step = module._accumulation.step
-    return training_step(*args, **kwargs) if step is None else step.run(training_step, *args, **kwargs)
+    if step is None or step.micro_batch is not None:  # inside a hook on the object, which runs around the class's
+        return training_step(*args, **kwargs)
+    return step.run(training_step, *args, **kwargs)
+
+
+@hooks.uncompiled
+def _run_log(module: AccumulationMixin, log: hooks.Hook, *args: object, **kwargs: object) -> object:
+    # Fact: up to Lightning 2.6.6 `torch.compile` fails to trace how `log` reads signatures (Lightning's issue #21836).
+    return log(*args, **kwargs)

@@ -207,3 +207,12 @@ def silenceable(message: str) -> str:
     """Return a warning with the filter that silences it, by its first words."""
     words = " ".join(re.split(r"[^\w\s`.,'-]", message)[0].split()[:4])
     return f'{message} To silence this: `warnings.filterwarnings("ignore", "{words}")`.'
+
+
+def warn_of_uncompiled_split(module: LightningModule) -> None:
+    """Warn about a split batch in a compiled module: what a disabled function calls runs uncompiled too."""
+    if loop.is_compiled(module):
+        rank_zero_warn(
+            "`accumulate_split` in a compiled module: `loss_fn` runs uncompiled. Compile the submodule that it calls"
+            " instead: `self.net = torch.compile(self.net)`, and `Trainer.fit` with the module itself."
+        )

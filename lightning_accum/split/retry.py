@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_accum.checks import advice
 from lightning_accum.checks.arguments import as_weight, check_function, check_loss, check_split, loss_and_weight
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, trainable
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
+CALL = "accumulate_split(batch, loss_fn"
 OutOfMemoryError = torch.cuda.OutOfMemoryError  # the name of `torch.OutOfMemoryError` that every torch has
 
 # Fact: CUDA's libraries allocate outside of torch's pool, for a first handle or a plan; with a full device they report
@@ -71,7 +73,9 @@ def accumulate_split(
     step: ManualStep, optimizer: Optimizer | LightningOptimizer | None, batch: SplitBatch, micro_batch_size: int | str
 ) -> EffectiveStep | None:
     """Contribute a batch in pieces to an optimizer's window; step if it is the window's last batch."""
-    window, micro_batch = step.open_window("accumulate_split(batch, loss_fn", optimizer)
+    window, micro_batch = step.open_window(CALL, optimizer)
+    if step.calls[CALL] == 1:
+        advice.warn_of_uncompiled_split(step.module)
     if not micro_batch.learns:
         return None
     example = "a micro-batch to its loss, for example `lambda micro_batch: self.loss(micro_batch)`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ class ManualStep:
         self.optimizer_step = OptimizerStep(engine, module, self.gradient_watch)
         self._backward = UnheardBackward(engine.trainer, module)
         self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
-        self.calls = 0  # of `accumulate`, in this fit
+        self.calls: Counter[str] = Counter()  # of `accumulate` and its kin in this fit, by how they begin
 
     # One micro-batch, top to bottom
 
@@ -177,7 +178,7 @@ class ManualStep:
         """Return the window and the micro-batch that a call is for; ``call`` is how the user's own begins."""
         if self.micro_batch is None:
             raise refusals.outside_training_step(call)
-        self.calls += 1
+        self.calls[call] += 1
         optimizers = self.trainer.optimizers
         is_only_one = optimizer is None and len(optimizers) == 1
         index = 0 if is_only_one else arguments.optimizer_position(optimizer, optimizers, call)
@@ -241,4 +242,4 @@ class ManualStep:
     def _warn_if_never_called(self, output: object) -> None:
         if output is not None and not self.calls:
             by_hand.warn_of_lost_losses(by_hand=self.guard.steps_by_hand > 0)
-            self.calls += 1  # warned once
+            self.calls["warned"] += 1
