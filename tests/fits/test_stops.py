@@ -1,4 +1,4 @@
-"""What becomes of the open window when a fit stops inside it; the table of docs/pages/checkpoints.md is made of what is seen here."""
+"""What happens to the open window when a fit stops inside it; the page on checkpoints has the table of what is seen."""
 
 from __future__ import annotations
 
