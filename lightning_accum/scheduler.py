@@ -94,6 +94,7 @@ class AccumulationScheduler(Callback):
         self.is_attached = False  # by the mixin, for one fit
         self.gradients = WindowGradients(accumulate_in_float32)
         self.flags = TrainerFlags()
+        hooks.leave_out(self, "on_before_backward", "on_after_backward", "on_before_zero_grad")
         self._reset()
 
     def _reset(self) -> None:
@@ -156,6 +157,7 @@ class AccumulationScheduler(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self.flags.in_charge(trainer):
+            hooks.pass_over(self, "on_train_batch_end", False)
             return
         if self._restored is not None:  # by a finder inside the fit, which loads what it has saved before it ran
             self._restore(trainer)
@@ -164,6 +166,9 @@ class AccumulationScheduler(Callback):
         if self._placement.begin_batch(trainer, batch_idx, extends_overdue=self._door.extends_overdue):
             self.gradients.start(trainer.optimizers)  # BackboneFinetuning adds parameters between windows
         self._door.begin_batch(batch)
+        # Inside a window that is guarded already, a micro-batch's end has nothing for us; a subclass may have more.
+        inside = self.flags.is_inside(trainer) and self.progress.window.is_pending
+        hooks.pass_over(self, "on_train_batch_end", inside and type(self) is AccumulationScheduler)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -202,6 +207,7 @@ class AccumulationScheduler(Callback):
 
     def _release(self, trainer: Trainer, module: LightningModule) -> None:
         self.flags.give_back(trainer)
+        hooks.pass_over(self, "on_train_batch_end", False)
         self.gradients.release()
         self._door.release()
         hooks.unshadow_all(module, "on_validation_model_zero_grad", "configure_optimizers")

@@ -63,6 +63,10 @@ class TrainerFlags:
         elif type(trainer.log_every_n_steps) is not NotDue:  # type: ignore[attr-defined]
             trainer.log_every_n_steps = NotDue(self._own[_LOG_EVERY])  # type: ignore[attr-defined]
 
+    def is_inside(self, trainer: Trainer) -> bool:
+        """Whether the present micro-batch is inside its window, and not its last one."""
+        return type(trainer.log_every_n_steps) is NotDue  # type: ignore[attr-defined]
+
     def release_logs(self, trainer: Trainer) -> None:
         """Let step metrics be due as the user's own flag says."""
         if _LOG_EVERY in self._own:
