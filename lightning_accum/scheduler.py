@@ -13,9 +13,10 @@ from lightning_accum.checks.arguments import check_weight_fn
 from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule import resolve
 from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown, requested
-from lightning_accum.seams import hooks, loop
+from lightning_accum.seams import hooks, loop, restart
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.roots import SIGTERM_EXCEPTIONS, Callback, rank_zero_info
+from lightning_accum.step import resume
 from lightning_accum.step.doors import choose_door
 from lightning_accum.step.engine import Door, Engine, Options
 from lightning_accum.step.guards import check_first_backward
@@ -140,9 +141,10 @@ class AccumulationScheduler(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restore(trainer)
+        state = self._restore(trainer)
         self._engine.guard_open_window()
         self._door.start()
+        resume.finish_batch_after_start(self._engine, self._door, state)
         refusals.refuse_unequal_loaders(trainer)
         schedule = self._placement.schedule
         advice.warn_at_start(trainer, pl_module, schedule, self.partial_window)
@@ -152,6 +154,9 @@ class AccumulationScheduler(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._door.begin_epoch()
+        if self._placement.follow_loader(trainer):  # `reload_dataloaders_every_n_epochs`
+            advice.warn_of_rounded_sizes(trainer, self._placement.schedule)
+            rank_zero_info(resolve.arithmetic(trainer, self._placement.schedule))
         self._placement.begin_epoch(trainer)
 
     @override
@@ -189,6 +194,7 @@ class AccumulationScheduler(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flags.release_logs(trainer)
         self._placement.end_epoch(trainer, keeps_window=self._door.end_epoch())
+        restart.end_restart(trainer)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -210,18 +216,19 @@ class AccumulationScheduler(Callback):
         hooks.pass_over(self, "on_train_batch_end", False)
         self.gradients.release()
         self._door.release()
-        hooks.unshadow_all(module, "on_validation_model_zero_grad", "configure_optimizers")
+        hooks.unshadow_all(module, "on_validation_model_zero_grad", "configure_optimizers", "on_train_start")
         hooks.unshadow_all(trainer.strategy, "backward", "block_backward_sync")
         hooks.unshadow_all(trainer.precision_plugin, "backward")
 
     # Checkpoints
 
-    def _restore(self, trainer: Trainer) -> None:
+    def _restore(self, trainer: Trainer) -> State:
         """Go on where the checkpoint was made; without one, where Lightning's own counter stands."""
         state, self._restored = self._restored or new_state(trainer), None
         self.progress.load_state_dict(state)
         self._placement.resume(trainer, state["window"])
         advice.warn_of_lost_gradients(checkpoints.restore_gradients(trainer, self.progress, self.gradients, state))
+        return state
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -229,13 +236,20 @@ class AccumulationScheduler(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._door.before_save()
+        kept = self._door.before_save()
         why_not = None if self.save_gradients else "`save_gradients=False`"
         if why_not is None and self._has_failed and trainer.world_size > 1:
             why_not = "one rank may have failed alone"
         if checkpoints.batch_is_done(trainer, self.progress):
             loop.enter_batch_as_done(checkpoint)
-        checkpoint["callbacks"][self.state_key] |= checkpoints.snapshot(trainer, self.progress, self.gradients, why_not)
+        restart.keep_validation(trainer, checkpoint)
+        kept |= checkpoints.unfinished(trainer, self.progress)
+        kept |= checkpoints.snapshot(trainer, self.progress, self.gradients, why_not)
+        checkpoint["callbacks"][self.state_key] |= kept
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        restart.reopen_epoch(checkpoint)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -72,6 +72,7 @@ def _contribute_all(
 ) -> None:
     """Run the forward and backward of every piece; ``closes``: the last one is the window's last one."""
     is_first = True
+    step.engine.awaits(True)
     for index, piece in enumerate(pieces(batch.batch, sizes, batch.dim, batch.slicer)):
         last = closes and index + 1 == len(sizes)
         given = _loss_of(step, batch, piece, sizes[index])
@@ -79,6 +80,7 @@ def _contribute_all(
             step.contribute(window, *given, last=last, piece=Piece(len(sizes), is_first))
             is_first = False
         del given  # nothing of a piece's graph outlives it
+    step.engine.awaits(False)
 
 
 def _loss_of(step: ManualStep, batch: SplitBatch, piece: object, size: int) -> tuple[Tensor, Weight] | None:

@@ -16,8 +16,9 @@ from lightning_accum.gradients import precision
 from lightning_accum.gradients.buffers import Weight, any_gradient, weighs_nothing
 from lightning_accum.gradients.distributed import sync_first_backward
 from lightning_accum.schedule.factors import Schedule
-from lightning_accum.seams import hooks, loop
+from lightning_accum.seams import hooks, loop, restart
 from lightning_accum.step.engine import Door, Engine
+from lightning_accum.window.progress import State
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution
 
@@ -152,13 +153,30 @@ class AutomaticDoor(Door):
     def end_batch(self) -> None:
         """Count the window that this micro-batch has closed, then report it."""
         window = self._driven
-        if window is None or window.phase in (Phase.EMPTY, Phase.OPEN):
+        if window is None or window.phase is Phase.EMPTY:
+            return
+        if window.phase is Phase.OPEN:
+            self._drop_if_left_out()
             return
         self._end_step(window)
         step = self._engine.report(window) if self._sums_losses and window.totals.weight else None
         self._engine.close(at=loop.ready_batches(self._trainer))
         if step is not None:
             effective_step.notify(self._trainer, self._module, step)
+
+    def _drop_if_left_out(self) -> None:
+        """Drop the window if an ``optimizer_step`` of the user's has left out its step, as Lightning does; count it.
+
+        ``trainer.global_step`` counts it too. Its gradients stay until Lightning zeroes them, where the next window
+        opens. If the loader gave None for the window's last place, no step was asked for: the next micro-batch closes
+        it.
+        """
+        engine = self._engine
+        if engine.batch == loop.all_batches(self._trainer) and loop.closes_window(self._trainer):
+            if engine.gradients.in_float32:
+                engine.gradients.drop(self._trainer.optimizers[0])
+            engine.progress.drop()
+            engine.close(at=loop.ready_batches(self._trainer))  # as skipped
 
     def _end_step(self, window: Accumulator) -> None:
         skipped = [was_skipped() for was_skipped in self._skips]  # all of them: each takes its hook away
@@ -167,12 +185,30 @@ class AutomaticDoor(Door):
             window.end_step(moved=not any(skipped))
 
     @override
-    def before_save(self) -> None:
+    def before_save(self) -> State:
         if loop.batch_is_processed(self._trainer):  # callbacks before the scheduler save before `end_batch`
             self._end_step(self._engine.progress.accumulator(0))
+        monitors = [config.monitor for config in self._trainer.lr_scheduler_configs]
+        return {"metrics": restart.followed_metrics(self._trainer, monitors)}
+
+    @override
+    def finish_batch(self, state: State) -> None:
+        is_closed, unfinished = state["window"] is None, state.get("unfinished")
+        if unfinished is not None:
+            restart.step_lr_schedulers(self._trainer, at_window_end=unfinished["is_counted"])
+            is_closed = unfinished["is_counted"]
+        if is_closed and restart.is_left_in_batch_end(self._trainer) and not loop.validates_now(self._trainer):
+            restart.step_plateau_schedulers(self._trainer)
 
     @override
     def end_epoch(self) -> bool:
+        own_hook: hooks.Hook = self._module.on_train_epoch_end
+
+        def own_hook_then_schedulers() -> None:
+            own_hook()  # may log the metric that a ReduceLROnPlateau follows
+            restart.let_plateau_schedulers_step(self._trainer)
+
+        hooks.shadow_once(self._module, "on_train_epoch_end", own_hook_then_schedulers)
         return self._engine.progress.window.is_pending
 
     @override
@@ -189,4 +225,4 @@ class AutomaticDoor(Door):
 
     @override
     def release(self) -> None:
-        hooks.unshadow_all(self._module, "configure_gradient_clipping")
+        hooks.unshadow_all(self._module, "configure_gradient_clipping", "on_train_epoch_end")

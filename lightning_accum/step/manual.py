@@ -66,7 +66,6 @@ class ManualStep:
         self._backward = UnheardBackward(engine.trainer, module)
         self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
         self.calls = 0  # of `accumulate`, in this fit
-        self._epoch_begun = -1  # the epoch whose LR schedulers are still to be stepped; -1: none
 
     # One micro-batch, top to bottom
 
@@ -75,7 +74,7 @@ class ManualStep:
         learns, before = not loop.skips_backward(self.trainer), self.ranks.backwards
         closes = learns and loop.closes_window(self.trainer)
         self.micro_batch = MicroBatch(args[0] if args else None, closes, learns)
-        self.engine.batch, self._epoch_begun = loop.all_batches(self.trainer), self.trainer.current_epoch
+        self.engine.batch = loop.all_batches(self.trainer)
         try:
             output = training_step(*args, **kwargs)
             if not self._is_alone:
@@ -99,6 +98,7 @@ class ManualStep:
         """Add one contribution to an optimizer's window; step if it is the last one."""
         window, micro_batch = self.open_window("accumulate(loss", optimizer)
         last = micro_batch.closes and not more
+        self.engine.awaits(more)
         if loss is not None and micro_batch.learns:
             arguments.check_loss(loss)
             weight = self._weigh(loss.device) if weight is None else arguments.as_weight(weight, loss.device)
@@ -152,13 +152,12 @@ class ManualStep:
         self.engine.close(at=at)
 
     def complete_epoch(self) -> None:
-        """Step the LR schedulers of interval epoch if the epoch has come to its end, and they were not yet stepped."""
-        if self._epoch_begun < 0 or not loop.epoch_is_complete(self.trainer):
+        """Do what is due at the epoch's last micro-batch, before a validation or a checkpoint; done once."""
+        if not loop.epoch_is_complete(self.trainer):
             return
-        self._epoch_begun = -1
-        if self.engine.options.partial_window == "drop":  # before a validation or a checkpoint
+        if self.engine.options.partial_window == "drop":
             self.engine.drop()
-        self.lr_schedulers.after_epoch(self.trainer, self.module, with_metric=False)
+        self.lr_schedulers.at_last_batch(self.trainer, self.module)
 
     # Before a contribution
 
