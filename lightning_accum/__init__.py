@@ -10,6 +10,7 @@ from lightning_accum.mixin import AccumulationMixin
 from lightning_accum.schedule.plan import AccumulationPlan
 from lightning_accum.schedule.resolve import accumulation_plan, estimated_stepping_batches
 from lightning_accum.scheduler import AccumulationScheduler
+from lightning_accum.seams.window_length import opens_window
 
 __version__ = "0.1.0"
 
@@ -26,4 +27,5 @@ __all__ = [
     "accumulation_plan",
     "check_equivalence",
     "estimated_stepping_batches",
+    "opens_window",
 ]

@@ -21,6 +21,7 @@ from lightning_accum.seams.roots import (
     LightningModule,
     MisconfigurationException,
 )
+from lightning_accum.seams.window_length import opens_window
 from lightning_accum.split import retry
 from lightning_accum.step.manual_fit import ModuleState
 
@@ -75,6 +76,7 @@ class AccumulationMixin(_Module):
     __jit_unused_properties__ = (  # type: ignore[assignment]
         *LightningModule.__jit_unused_properties__,
         "effective_step",
+        "opens_window",
         "skipped_steps",
     )
 
@@ -122,6 +124,12 @@ class AccumulationMixin(_Module):
         """How many of these windows moved no weights; 0 before a fit."""
         return self._accumulation.progress.skipped_steps
 
+    @property
+    def opens_window(self) -> bool:
+        """Whether the present micro-batch opens an accumulation window; False outside of a fit."""
+        step = self._accumulation.step
+        return step is not None and opens_window(step.trainer)
+
     @_uncompiled
     def accumulate(
         self,
@@ -156,7 +164,7 @@ class AccumulationMixin(_Module):
         """
         step = self._accumulation.step
         if step is None:
-            raise refusals.outside_training_step("accumulate(loss")
+            raise refusals.outside_training_step("accumulate(loss", self)
         return step.accumulate(loss, weight, optimizer, more=more)
 
     @_uncompiled
@@ -198,7 +206,7 @@ class AccumulationMixin(_Module):
         """
         step = self._accumulation.step
         if step is None:
-            raise refusals.outside_training_step("accumulate_split(batch, loss_fn")
+            raise refusals.outside_training_step("accumulate_split(batch, loss_fn", self)
         split = retry.SplitBatch(batch, loss_fn, batch_dim, getattr(self, "slice_micro_batch", None))
         return retry.accumulate_split(step, optimizer, split, micro_batch_size)
 

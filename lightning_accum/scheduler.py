@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.checks import advice, refusals
-from lightning_accum.checks.arguments import check_weight_fn
+from lightning_accum.checks.arguments import check_bools, check_weight_fn
 from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule import resolve
-from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown, requested
+from lightning_accum.schedule.assigned import AssignableSchedule
+from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown
 from lightning_accum.seams import hooks, loop, restart
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.roots import SIGTERM_EXCEPTIONS, Callback, rank_zero_info
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class AccumulationScheduler(Callback):
+class AccumulationScheduler(AssignableSchedule, Callback):
     """Schedules the accumulation factor; makes every accumulation window's update that of the one big batch.
 
     In automatic optimization nothing else is needed; in manual optimization it works with `AccumulationMixin`. Each
     window gets its true length (an epoch's last one may be shorter), the factor changes only where a window opens, and
     a resumed fit continues the open window. During a fit ``trainer.accumulate_grad_batches`` is the current window's
-    length; afterwards the Trainer has its own value again.
+    length; afterwards the Trainer has its own value again. Between fits `scheduling`, `effective_batch_size` and
+    `interval` can be assigned.
 
     Args:
         scheduling: the accumulation factor (micro-batches per window), or ``{start: factor}``, for example
@@ -86,8 +88,9 @@ class AccumulationScheduler(Callback):
     ) -> None:
         refuse_unknown("partial_window", partial_window, PartialWindow)
         check_weight_fn(weight_fn)
-        self.schedule = requested(scheduling, effective_batch_size, interval)
-        self.scheduling = dict(scheduling) if isinstance(scheduling, Mapping) else scheduling
+        check_bools(accumulate_in_float32=accumulate_in_float32, save_gradients=save_gradients)
+        check_bools(sync_each_micro_batch=sync_each_micro_batch)
+        self._request(scheduling, effective_batch_size, interval)
         self.partial_window = partial_window
         self.weight_fn = weight_fn
         self.save_gradients = save_gradients
@@ -99,13 +102,17 @@ class AccumulationScheduler(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        """Forget the last fit."""
         self.gradients.end()
         self.progress = Progress()
         self._door = Door()
         self._placement = WindowPlacement(self.schedule, self.partial_window, self.progress, self.flags)
         self._restored: State | None = None  # from a checkpoint, until training starts
         self._has_failed = False
+
+    @override
+    def _refuse_assignment(self, name: str) -> None:
+        if type(self._door) is not Door and not self._has_failed:
+            raise refusals.runs(name)
 
     # In the order of a run
 
@@ -149,7 +156,8 @@ class AccumulationScheduler(Callback):
         schedule = self._placement.schedule
         advice.warn_at_start(trainer, pl_module, schedule, self.partial_window)
         self._engine.unweighted_warning = advice.unequal_micro_batches(trainer, schedule, self.partial_window) or ""
-        rank_zero_info(resolve.arithmetic(trainer, schedule))
+        if plan := resolve.arithmetic(trainer, schedule):
+            rank_zero_info(plan)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from lightning_accum.gradients.buffers import any_gradient
 from lightning_accum.schedule.validate import positive_int
-from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS
+from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS, MisconfigurationException
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
 
@@ -72,14 +73,80 @@ def check_weight_fn(weight_fn: object) -> None:
         )
 
 
+def check_bools(**options: object) -> None:
+    """Raise TypeError unless these options of AccumulationScheduler are True or False: any word is true."""
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"`AccumulationScheduler({name}={value!r})`: must be True or False.")
+
+
 def check_split(size: object, batch_dim: int) -> None:
     """Raise unless ``micro_batch_size`` is a positive int or ``"auto"``, and ``batch_dim`` counts from the front."""
     if size != "auto":
         call = f"accumulate_split(micro_batch_size={size!r})"
         # Another word is a bad value and not a bad type, so it is checked as 0.
         positive_int(0 if isinstance(size, str) else size, call, 'must be an int >= 1, or "auto"')
+    if isinstance(batch_dim, bool) or not isinstance(batch_dim, int):
+        raise TypeError(f"`accumulate_split(batch_dim={batch_dim!r})`: must be an int >= 0.")
     if batch_dim < 0:
         raise ValueError(f"`accumulate_split(batch_dim={batch_dim})`: must be >= 0, counted from the first dimension.")
+
+
+def check_loss_fn(loss_fn: object) -> None:
+    """Raise TypeError unless the user's ``loss_fn`` can be called."""
+    if not callable(loss_fn):
+        given = f"a tensor of shape {tuple(loss_fn.shape)}" if isinstance(loss_fn, Tensor) else repr(loss_fn)
+        raise TypeError(
+            f"`accumulate_split(batch, loss_fn)`: `loss_fn` must be a function from a micro-batch to its loss, for"
+            f" example `lambda micro_batch: self.loss(micro_batch)`, got {given}."
+        )
+
+
+def loss_and_weight(given: object) -> tuple[Tensor | None, float | Tensor | None]:
+    """Return what a ``loss_fn`` returned as (loss, weight); a weight of None was not given."""
+    pair = given if isinstance(given, tuple) else (given, None)
+    if len(pair) != 2:
+        raise ValueError(
+            f"`loss_fn(micro_batch)`: must return the loss, or (loss, weight), got a tuple of {len(pair)} entries."
+        )
+    return pair
+
+
+def check_more(more: object) -> None:
+    """Raise TypeError unless ``more`` is a bool: any word is true."""
+    if not isinstance(more, bool):
+        raise TypeError(f"`accumulate(loss, more={more!r})`: must be True or False.")
+
+
+def check_total_weight(total: float) -> None:
+    """Raise if a window's weights, some of which were not read before, add up to no number of items."""
+    if not 0 <= total < math.inf:
+        raise ValueError(
+            f"The weights of an accumulation window add up to {total}: each `weight` must be finite and >= 0, the"
+            " number of items in the micro-batch. The window's gradient is not defined, and no step was taken."
+        )
+
+
+def check_clip(trainer: Trainer, value: object, algorithm: object) -> None:
+    """Raise as Lightning does for a clip of another value or kind than the Trainer's, or of none that exists."""
+    own_value, own_algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    if not isinstance(value, int | float | None) or isinstance(value, bool):
+        raise TypeError(f"`clip_gradients(gradient_clip_val={value!r})`: must be an int, a float or None.")
+    kind = algorithm.lower() if isinstance(algorithm, str) else algorithm
+    if kind not in ("norm", "value", None):
+        raise MisconfigurationException(
+            f"`clip_gradients(gradient_clip_algorithm={algorithm!r})`: accepted are 'norm' and 'value'."
+        )
+    if None not in (value, own_value) and value != own_value:
+        raise MisconfigurationException(
+            f"`clip_gradients(gradient_clip_val={value!r})` and `Trainer(gradient_clip_val={own_value!r})` both set the"
+            " clip. Remove one of them."
+        )
+    if None not in (kind, own_algorithm) and kind != own_algorithm:
+        raise MisconfigurationException(
+            f"`clip_gradients(gradient_clip_algorithm={kind!r})` and"
+            f" `Trainer(gradient_clip_algorithm={str(own_algorithm)!r})` both set the kind of clip. Remove one of them."
+        )
 
 
 def check_no_gradients(optimizer: Optimizer) -> None:
@@ -87,21 +154,26 @@ def check_no_gradients(optimizer: Optimizer) -> None:
     if any_gradient(optimizer):
         raise RuntimeError(
             "Found gradients that did not come from `accumulate`: `loss.backward()` or `manual_backward` was called by"
-            " hand. They lack the window's weights and scale. Pass the loss to `self.accumulate(loss)` instead; with"
-            " several losses in one `training_step`, give `more=True` for all but the last. With several ranks there is"
-            " another cause: the loss of another optimizer ran backward through this one's parameters. Compute and"
-            " accumulate it inside `with optimizer.toggle_model():`."
+            " hand. They lack the window's weights and scale. Pass the loss to `self.accumulate(loss)` instead. Of"
+            " several losses in one `training_step` pass the sum: `self.accumulate(loss_1 + loss_2)`; k calls, all but"
+            " the last with `more=True`, are a mean of k losses. With several ranks there is another cause: the loss of"
+            " another optimizer ran backward through this one's parameters. Compute and accumulate it inside `with"
+            " optimizer.toggle_model():`."
         )
 
 
 def refuse_lost_gradients(witness: Tensor | None, optimizer: Optimizer) -> None:
     """Raise if an open window has lost its gradients; ``witness`` is a parameter that had one, if any had."""
-    # Only `set_to_none=True` is seen: the zeros of `set_to_none=False` look like gradients.
     if witness is not None and witness.grad is None and not any_gradient(optimizer):
-        raise RuntimeError(
-            "The gradients of an open accumulation window are gone: `zero_grad()` was called by hand, or a hook set"
-            " them to None. Remove that call: they are zeroed when the window has closed."
-        )
+        raise gradients_are_gone()
+
+
+def gradients_are_gone() -> RuntimeError:
+    """Return the error for an open window that has lost its gradients, to None or to zeros."""
+    return RuntimeError(
+        "The gradients of an open accumulation window are gone: `zero_grad()` was called by hand, or a hook set"
+        " them to None. Remove that call: they are zeroed when the window has closed."
+    )
 
 
 def is_on_host(weight: Tensor) -> bool:
@@ -126,6 +198,8 @@ def as_weight(weight: object, device: torch.device, name: str = "weight") -> flo
         ValueError: negative or not finite (a number, or a CPU tensor), or a tensor that is not of shape ``()``.
     """
     if isinstance(weight, Tensor):
+        if weight.is_complex():
+            raise TypeError(f"`{name}` must be real, got a tensor of {weight.dtype}.")
         if weight.dim() != 0:
             raise ValueError(f"`{name}`: a tensor weight must have shape (), got {tuple(weight.shape)}. Sum it first.")
         if not is_on_host(weight):
@@ -136,7 +210,10 @@ def as_weight(weight: object, device: torch.device, name: str = "weight") -> flo
         weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, Real):  # numpy's scalars are `Real` too
         raise TypeError(f"`{name}` must be an int, a float or a tensor of shape (), got {weight!r}.")
-    weight = float(weight)
+    try:
+        weight = float(weight)
+    except OverflowError:
+        weight = math.inf
     if not math.isfinite(weight) or weight < 0:
         raise ValueError(f"`{name}={weight}`: must be finite and >= 0, the number of items in the micro-batch.")
     return weight

@@ -188,15 +188,6 @@ class Ranks:
 
     # A window that closes
 
-    def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-        """Clip by the norm of the whole gradient, the shards of other ranks included; returns it, shape ``()``."""
-        model = self._trainer.strategy.model
-        if isinstance(model, FullyShardedDataParallel):
-            return model.clip_grad_norm_(max_norm)  # Fact: its parameters are plain tensors that hold a shard
-        norm: Any = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        total: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        return total
-
     def window_totals(self, weight: Weight, loss: Weight, batches: int) -> tuple[float, Weight, int]:
         """Sum what a window holds over the ranks, by one all-reduce and one read. With one rank nothing travels."""
         if self.size == 1:

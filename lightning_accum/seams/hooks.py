@@ -7,7 +7,12 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from lightning_accum.seams.roots import LIGHTNING_MODULES
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 from lightning_accum.seams.roots import Callback
 
@@ -148,6 +153,14 @@ def pass_over(callback: Callback, hook: str, skip: bool) -> None:
 
 def keep_gradients() -> None:
     """Do nothing: in front of ``on_validation_model_zero_grad`` while a window is open."""
+
+
+def is_overridden(owner: LightningModule, hook: str) -> bool:
+    """Whether a module's hook is another than Lightning's, by its class or by what was set on the object."""
+    if hook in vars(owner):
+        return True
+    own = getattr(type(owner), hook)
+    return all(own is not getattr(root, hook) for root in LIGHTNING_MODULES)
 
 
 def is_set_on_object(owner: object, hook: str) -> bool:

@@ -22,11 +22,16 @@ from lightning_accum.seams.roots import (
 from lightning_accum.seams.window_length import WindowLength
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 Saved = dict[str, Any]  # a checkpoint, or what Lightning reads as a dict
+
+
+def is_attached(module: LightningModule) -> bool:
+    """Whether a module has a Trainer. Fact: a module inside another one gets that one's; asking without one raises."""
+    return module._trainer is not None
 
 
 def callbacks(trainer: Trainer) -> list[Callback]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_accum.checks.arguments import as_weight, check_loss, check_split
+from lightning_accum.checks.arguments import as_weight, check_loss, check_loss_fn, check_split, loss_and_weight
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, trainable
 from lightning_accum.gradients.distributed import ranks_agree
@@ -58,6 +58,7 @@ def accumulate_split(
     if not micro_batch.learns:
         return None
     check_split(micro_batch_size, batch.dim)
+    check_loss_fn(batch.loss_fn)
     if isinstance(micro_batch_size, str):
         _contribute_what_fits(step, window, batch, closes=micro_batch.closes)
     else:
@@ -84,8 +85,7 @@ def _contribute_all(
 
 
 def _loss_of(step: ManualStep, batch: SplitBatch, piece: object, size: int) -> tuple[Tensor, Weight] | None:
-    given = batch.loss_fn(piece)
-    loss, weight = given if isinstance(given, tuple) else (given, None)
+    loss, weight = loss_and_weight(batch.loss_fn(piece))
     if loss is None:
         return None
     check_loss(loss, "loss_fn(micro_batch)")
@@ -236,6 +236,7 @@ def _remember_window(step: ManualStep, window: Accumulator) -> Callable[[], None
 
     def put_back() -> None:
         progress.last_batch = last_batch
+        step.gradient_watch.forget()
         put_back_window()
 
     return put_back

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum.checks import advice
-from lightning_accum.checks.arguments import as_weight, refuse_lost_gradients
+from lightning_accum.checks.arguments import as_weight, check_total_weight, refuse_lost_gradients
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, witness
 from lightning_accum.gradients.distributed import Ranks
@@ -104,6 +104,7 @@ class Engine:
         """Make the optimizer's gradient the window's weighted mean; whether there is anything to step with."""
         optimizer = self.trainer.optimizers[window.index]
         sums = sum_over_ranks(window.weight, window.loss, window.batches)
+        check_total_weight(sums[0])
         correction = window.begin_step(Totals(*sums, self.ranks.size))
         if correction is None:
             self.gradients.drop(optimizer)

@@ -29,6 +29,7 @@ class HandStepGuard:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._handles: list[RemovableHandle] = []
+        self.steps_by_hand = 0  # between windows, where they are let through
 
     def install(self, optimizers: Iterable[Optimizer]) -> None:
         """Install the hooks."""
@@ -52,6 +53,7 @@ class HandStepGuard:
                 " would step inside the window, or twice at its end. Leave it out, with its `zero_grad()`: `accumulate`"
                 " does both when the window closes."
             )
+        self.steps_by_hand += moves and phase is Phase.EMPTY
 
 
 def check_first_backward(trainer: Trainer) -> None:

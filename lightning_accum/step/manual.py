@@ -9,15 +9,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum import effective_step
-from lightning_accum.checks import advice, arguments, refusals
+from lightning_accum.checks import arguments, by_hand, refusals
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, trainable, weighs_nothing, witness
 from lightning_accum.gradients.precision import LOW_PRECISION, real_divisor
 from lightning_accum.seams import hooks, loop
 from lightning_accum.seams.backward import UnheardBackward
 from lightning_accum.step.engine import Engine
+from lightning_accum.step.guards import HandStepGuard
 from lightning_accum.step.lr_schedulers import LRSchedulers
 from lightning_accum.step.optimizer_step import OptimizerStep
+from lightning_accum.step.slips import GradientWatch, OrderWatch
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution
 
@@ -62,7 +64,9 @@ class ManualStep:
     def __init__(self, engine: Engine, module: LightningModule, lr_schedulers: LRSchedulers) -> None:
         self.engine, self.module, self.trainer, self.ranks = engine, module, engine.trainer, engine.ranks
         self.lr_schedulers = lr_schedulers
-        self.optimizer_step = OptimizerStep(engine, module)
+        self.gradient_watch, self.order_watch = GradientWatch(), OrderWatch()
+        self.guard = HandStepGuard(engine.progress)
+        self.optimizer_step = OptimizerStep(engine, module, self.gradient_watch)
         self._backward = UnheardBackward(engine.trainer, module)
         self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
         self.calls = 0  # of `accumulate`, in this fit
@@ -80,11 +84,13 @@ class ManualStep:
             if not self._is_alone:
                 self.ranks.join_backward(before)
             if closes:
+                self.lr_schedulers.watch.check(*self.trainer.lr_scheduler_configs)
                 self._warn_if_never_called(output)
                 self.close_window(at=loop.ready_batches(self.trainer))
             self.complete_epoch()
         finally:
             self.micro_batch = None
+            self.order_watch.end()
         return output
 
     def accumulate(
@@ -97,6 +103,7 @@ class ManualStep:
     ) -> EffectiveStep | None:
         """Add one contribution to an optimizer's window; step if it is the last one."""
         window, micro_batch = self.open_window("accumulate(loss", optimizer)
+        arguments.check_more(more)
         last = micro_batch.closes and not more
         self.engine.awaits(more)
         if loss is not None and micro_batch.learns:
@@ -111,6 +118,8 @@ class ManualStep:
         """Scale the loss to its part of the window, and run its backward; the window's last one is synced."""
         counts = not weighs_nothing(weight)
         contribution = Contribution(weight, loss.detach() if counts else None, *piece)
+        self.gradient_watch.check(window.index)
+        self.order_watch.check(loss)
         self._refuse_foreign_gradients(window)
         # 1. Losses are divided before the backward so that fp16 stays in range; the last backward alone is synced.
         scale = self.engine.begin_backward(window, contribution, self._length(loss.dtype, piece.pieces))
@@ -119,19 +128,25 @@ class ManualStep:
             with self.ranks.backward(loss.device, last=last):
                 self._backward.run(scaled, **self._only(window))
         self.engine.end_backward(window, synced=counts and last)  # only now does it count
+        if not self._is_alone:
+            self.gradient_watch.forget()  # DDP's sync writes into the gradients of all optimizers
+        self.gradient_watch.note(window.index, self.trainer.optimizers[window.index])
 
     def step(self, window: Accumulator) -> EffectiveStep | None:
         """Take an optimizer's step with the window's weighted mean gradient."""
         optimizer = self._optimizers[window.index]
         self._complete(window)
+        self.gradient_watch.end(window.index, window.micro_batches)
         # 2. One all-reduce of the sums; with a total weight of 0 there is nothing to step with.
         if not self.engine.begin_step(window, self.ranks.window_totals):
             return None
         # 3. Unscale, the hooks before the step, the clip, the update; 4. windows open for other optimizers.
         moved = self.optimizer_step.take(optimizer, in_training_step=self.micro_batch is not None)
         # 5. Counters come before the LR schedulers, which advance with the steps really taken.
-        optimizer.optimizer.zero_grad()
+        self.optimizer_step.zero_grad(optimizer.optimizer)
         window.end_step(moved=moved)
+        if len(self.trainer.optimizers) > 1 and self.micro_batch is not None and window.batches > 1:
+            self.order_watch.note_step(self.module, optimizer.optimizer)
         if moved:
             steps = window.history.steps
             self.lr_schedulers.after_optimizer_step(self.trainer, self.module, optimizer.optimizer, steps)
@@ -229,5 +244,5 @@ class ManualStep:
 
     def _warn_if_never_called(self, output: object) -> None:
         if output is not None and not self.calls:
-            advice.warn_of_lost_losses()
+            by_hand.warn_of_lost_losses(by_hand=self.guard.steps_by_hand > 0)
             self.calls += 1  # warned once

@@ -18,6 +18,7 @@ from lightning_accum.gradients.precision import active_scaler, loss_scale
 from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.seams import loop
 from lightning_accum.window.progress import Progress, State
+from lightning_accum.window.saved import check_state, damaged
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Totals
 
@@ -142,9 +143,20 @@ def _on_cpu(value: Weight) -> Weight:
 
 
 def upgrade(state: State) -> State:
-    """Return a state of any earlier form in the present one."""
-    if "version" in state:
-        return state
+    """Return a state of any earlier form in the present one.
+
+    Raises:
+        ValueError: it is damaged, or that of another class.
+    """
+    try:
+        new = state if "version" in state else _upgraded(state)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise damaged(f"it lacks {error}" if isinstance(error, KeyError) else str(error)) from error
+    check_state(new)
+    return new
+
+
+def _upgraded(state: State) -> State:
     window, samples = state["window"], state.get("samples")
     names = ("steps", "mean_weight", "split_size")
     kept = {i: dict(zip(names, values, strict=False)) for i, values in state["optimizers"].items()}
