@@ -13,7 +13,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-COMING = ("contrastive.md", "how-large-a-batch.md", "16-mixed.md")  # pages that other branches bring
+COMING = ("contrastive.md", "how-large-a-batch.md")  # pages that other branches bring
 PAGES = {"index.md": ROOT / "README.md", "changelog.md": ROOT / "CHANGELOG.md"}
 
 

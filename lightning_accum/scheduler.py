@@ -9,14 +9,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.checks import advice, refusals
-from lightning_accum.checks.arguments import check_bools, check_weight_fn
+from lightning_accum.checks.arguments import check_bools, check_options
 from lightning_accum.gradients.window import WindowGradients
-from lightning_accum.schedule import resolve
 from lightning_accum.schedule.assigned import AssignableSchedule
-from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown
+from lightning_accum.schedule.factors import Interval, PartialWindow
 from lightning_accum.seams import hooks, loop, restart
 from lightning_accum.seams.flags import TrainerFlags
-from lightning_accum.seams.roots import SIGTERM_EXCEPTIONS, Callback, rank_zero_info
+from lightning_accum.seams.roots import SIGTERM_EXCEPTIONS, Callback
 from lightning_accum.step import resume
 from lightning_accum.step.doors import choose_door
 from lightning_accum.step.engine import Door, Engine, Options
@@ -86,8 +85,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         save_gradients: bool = True,
         sync_each_micro_batch: bool = False,
     ) -> None:
-        refuse_unknown("partial_window", partial_window, PartialWindow)
-        check_weight_fn(weight_fn)
+        check_options(partial_window, weight_fn)
         check_bools(accumulate_in_float32=accumulate_in_float32, save_gradients=save_gradients)
         check_bools(sync_each_micro_batch=sync_each_micro_batch)
         self._request(scheduling, effective_batch_size, interval)
@@ -96,15 +94,13 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         self.save_gradients = save_gradients
         self.sync_each_micro_batch = sync_each_micro_batch
         self.is_attached = False  # by the mixin, for one fit
-        self.gradients = WindowGradients(accumulate_in_float32)
-        self.flags = TrainerFlags()
+        self.gradients, self.flags = WindowGradients(accumulate_in_float32), TrainerFlags()
         hooks.leave_out(self, "on_before_backward", "on_after_backward", "on_before_zero_grad")
         self._reset()
 
     def _reset(self) -> None:
         self.gradients.end()
-        self.progress = Progress()
-        self._door = Door()
+        self.progress, self._door = Progress(), Door()
         self._placement = WindowPlacement(self.schedule, self.partial_window, self.progress, self.flags)
         self._restored: State | None = None  # from a checkpoint, until training starts
         self._has_failed = False
@@ -121,16 +117,13 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         if stage != "fit":
             return
         if self.is_attached and not self.flags.are_hidden:
-            self._detach(trainer)  # left over from a fit of another module that failed
+            loop.remove_callback(trainer, self)  # left over from a fit of another module that failed
             return
-        refusals.refuse_strategy(trainer)
-        refusals.refuse_sync_each_under_offload(trainer, self.sync_each_micro_batch)
-        refusals.refuse_second_scheduler(trainer)
+        refusals.refuse_at_setup(trainer, sync_each=self.sync_each_micro_batch)
         self._reset()
         self.progress.load_state_dict(new_state(trainer))  # stays, if no epoch is left
         options = Options(self.weight_fn, self.partial_window, self.save_gradients, self.sync_each_micro_batch)
-        self._engine = Engine(trainer, pl_module, options, self.progress, self.gradients, self.flags)
-        self._engine.scheduler = self
+        self._engine = Engine(trainer, pl_module, options, self.progress, self.gradients, self.flags, self)
         self._door = choose_door(self._engine, pl_module)
         self._placement.begin_fit(trainer, pl_module)
 
@@ -143,28 +136,24 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         self._door.begin_fit(schedule)
         advice.warn_of_low_precision(trainer.optimizers, schedule, in_float32)
         self.gradients.start(trainer.optimizers)
-        if schedule.largest_factor > 1:
-            check_first_backward(trainer)
+        check_first_backward(trainer, schedule)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         state = self._restore(trainer)
-        self._engine.guard_open_window()
         self._door.start()
         resume.finish_batch_after_start(self._engine, self._door, state)
         refusals.refuse_unequal_loaders(trainer)
         schedule = self._placement.schedule
         advice.warn_at_start(trainer, pl_module, schedule, self.partial_window)
         self._engine.unweighted_warning = advice.unequal_micro_batches(trainer, schedule, self.partial_window) or ""
-        if plan := resolve.arithmetic(trainer, schedule):
-            rank_zero_info(plan)
+        advice.log_arithmetic(trainer, schedule)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._door.begin_epoch()
         if self._placement.follow_loader(trainer):  # `reload_dataloaders_every_n_epochs`
-            advice.warn_of_rounded_sizes(trainer, self._placement.schedule)
-            rank_zero_info(resolve.arithmetic(trainer, self._placement.schedule))
+            advice.warn_of_other_factors(trainer, self._placement.schedule)
         self._placement.begin_epoch(trainer)
 
     @override
@@ -211,7 +200,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         self._door = Door()
         self.gradients.end()
         if self.is_attached:
-            self._detach(trainer)
+            loop.remove_callback(trainer, self)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -225,8 +214,8 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         self.gradients.release()
         self._door.release()
         hooks.unshadow_all(module, "on_validation_model_zero_grad", "configure_optimizers", "on_train_start")
-        hooks.unshadow_all(trainer.strategy, "backward", "block_backward_sync")
-        hooks.unshadow_all(trainer.precision_plugin, "backward")
+        for owner in (trainer.strategy, trainer.precision_plugin):
+            hooks.unshadow_all(owner, "backward", "block_backward_sync")
 
     # Checkpoints
 
@@ -239,19 +228,15 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         return state
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return self.progress.state_dict()
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        kept = self._door.before_save()
         why_not = None if self.save_gradients else "`save_gradients=False`"
         if why_not is None and self._has_failed and trainer.world_size > 1:
             why_not = "one rank may have failed alone"
-        if checkpoints.batch_is_done(trainer, self.progress):
-            loop.enter_batch_as_done(checkpoint)
-        restart.keep_validation(trainer, checkpoint)
-        kept |= checkpoints.unfinished(trainer, self.progress)
+        kept = self._door.before_save() | checkpoints.enter_batch(trainer, self.progress, checkpoint)
         kept |= checkpoints.snapshot(trainer, self.progress, self.gradients, why_not)
         checkpoint["callbacks"][self.state_key] |= kept
 
@@ -263,6 +248,3 @@ class AccumulationScheduler(AssignableSchedule, Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = checkpoints.upgrade(state_dict)
         self.progress.load_state_dict(self._restored)  # now, for a fit that has no epoch left
-
-    def _detach(self, trainer: Trainer) -> None:
-        loop.set_callbacks(trainer, [callback for callback in loop.callbacks(trainer) if callback is not self])

@@ -66,7 +66,7 @@ class AccumulationMonitor(AccumulationCallback):
         self._samples = 0
         self._place: list[int] | None = None  # epoch and index of the last micro-batch in `_samples`
         self._last_index = -1
-        self._lr: float | Tensor | None = None
+        self._lrs: dict[int, float | Tensor] = {}  # the window that the first optimizer stepped in last: its rate
         self._logs_lr = True
         self._epoch_losses: dict[int, EpochLoss] = {}  # by the optimizer's position
 
@@ -98,7 +98,7 @@ class AccumulationMonitor(AccumulationCallback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         # Before the step: in automatic optimization the LR schedulers have advanced when `on_effective_step_end` runs.
         if optimizer is trainer.optimizers[0]:
-            self._lr = optimizer.param_groups[0]["lr"]
+            self._lrs = {current_window(trainer).index: optimizer.param_groups[0]["lr"]}
 
     def on_effective_step_end(self, trainer: Trainer, pl_module: LightningModule, step: EffectiveStep) -> None:
         """Log the window's figures."""
@@ -110,12 +110,13 @@ class AccumulationMonitor(AccumulationCallback):
         }
         if step.grad_norm is not None:
             metrics[f"accumulation/grad_norm{suffix}"] = step.grad_norm
-        # The rate noted last is this window's only where the first optimizer has stepped: the others may come before.
-        if step.optimizer_idx == 0 and self._lr is not None and self._logs_lr:
-            metrics["accumulation/lr"] = self._lr
         if step.index != self._last_index:  # no other optimizer has reported the same window
             self._last_index = step.index
-            metrics.update(self._of_window(trainer, step))
+            metrics |= self._of_window(trainer, step)
+            if self._logs_lr:
+                # The first optimizer may step after this one, or not at all in this window.
+                present = trainer.optimizers[0].param_groups[0]["lr"]
+                metrics["accumulation/lr"] = self._lrs.get(step.index, present)
         logs.log_metrics(trainer, metrics)
 
     def _of_window(self, trainer: Trainer, step: EffectiveStep) -> dict[str, float]:

@@ -13,6 +13,7 @@ from lightning_accum.gradients.buffers import parameters
 from lightning_accum.gradients.precision import LOW_PRECISION
 from lightning_accum.schedule.epoch import micro_batch_size, samples
 from lightning_accum.schedule.factors import PartialWindow, Schedule
+from lightning_accum.schedule.resolve import arithmetic
 from lightning_accum.schedule.validate import join_first
 from lightning_accum.seams import loop
 from lightning_accum.seams.roots import rank_zero_info, rank_zero_warn
@@ -80,6 +81,18 @@ def warn_of_rounded_sizes(trainer: Trainer, schedule: Schedule) -> None:
             f"`effective_batch_size`: {asked} samples are not a multiple of {per_factor} (micro-batch x ranks). The"
             f" next larger size is used: {reached}."
         )
+
+
+def warn_of_other_factors(trainer: Trainer, schedule: Schedule) -> None:
+    """Warn and log what follows from effective batch sizes where an epoch's loader has other micro-batches."""
+    warn_of_rounded_sizes(trainer, schedule)
+    log_arithmetic(trainer, schedule)
+
+
+def log_arithmetic(trainer: Trainer, schedule: Schedule) -> None:
+    """Log the factors, and the effective batch sizes that they give."""
+    if line := arithmetic(trainer, schedule):
+        rank_zero_info(line)
 
 
 def unequal_micro_batches(trainer: Trainer, schedule: Schedule, partial_window: PartialWindow) -> str | None:

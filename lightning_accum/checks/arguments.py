@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum.gradients.buffers import any_gradient
+from lightning_accum.schedule.factors import PartialWindow, refuse_unknown
 from lightning_accum.schedule.validate import positive_int
 from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS, MisconfigurationException
 
@@ -71,6 +72,12 @@ def check_weight_fn(weight_fn: object) -> None:
             f"`AccumulationScheduler(weight_fn={weight_fn!r})`: must be a function from a batch to its weight, for"
             " example `lambda batch: len(batch[0])`, or None."
         )
+
+
+def check_options(partial_window: object, weight_fn: object) -> None:
+    """Raise unless these options of AccumulationScheduler are what they accept."""
+    refuse_unknown("partial_window", partial_window, PartialWindow)
+    check_weight_fn(weight_fn)
 
 
 def check_bools(**options: object) -> None:

@@ -46,6 +46,13 @@ def refuse_second_scheduler(trainer: Trainer) -> None:
         )
 
 
+def refuse_at_setup(trainer: Trainer, *, sync_each: bool) -> None:
+    """Raise where nothing but the Trainer is needed to see that the settings do not fit."""
+    refuse_strategy(trainer)
+    refuse_sync_each_under_offload(trainer, sync_each)
+    refuse_second_scheduler(trainer)
+
+
 def refuse_strategy(trainer: Trainer) -> None:
     """Raise if the strategy's engine accumulates by itself."""
     if trainer.strategy.handles_gradient_accumulation:

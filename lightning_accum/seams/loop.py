@@ -44,6 +44,11 @@ def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
     trainer.callbacks = callbacks  # type: ignore[attr-defined]
 
 
+def remove_callback(trainer: Trainer, callback: Callback) -> None:
+    """Take one out of the list."""
+    set_callbacks(trainer, [other for other in callbacks(trainer) if other is not callback])
+
+
 def closes_window(trainer: Trainer) -> bool:
     """Whether the present micro-batch is its window's last one.
 

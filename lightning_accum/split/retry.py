@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 
 OutOfMemoryError = torch.cuda.OutOfMemoryError  # the name of `torch.OutOfMemoryError` that every torch has
 
+# Fact: CUDA's libraries allocate outside of torch's pool, for a first handle or a plan; with a full device they report
+# one of these as a plain RuntimeError, "not initialized" too. Neither torch's class nor Lightning's function covers it.
+FAILED_ALLOCATIONS = (
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUSOLVER_STATUS_ALLOC_FAILED"),
+    *("CUDNN_STATUS_ALLOC_FAILED", "DEVICE_ALLOCATION_FAILED", "CUSPARSE_STATUS_ALLOC_FAILED", "CUFFT_ALLOC_FAILED"),
+)
+
 
 @dataclass(frozen=True)
 class SplitBatch:
@@ -167,8 +174,10 @@ def _try(
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether memory ran out: torch's own class, or the messages of cuDNN and of the CPU that Lightning knows."""
-    return isinstance(error, OutOfMemoryError) or is_oom_error(RuntimeError(str(error)))
+    """Whether memory ran out: torch's own class, or the messages of CUDA's libraries and of the CPU."""
+    if isinstance(error, OutOfMemoryError) or is_oom_error(RuntimeError(str(error))):
+        return True
+    return any(status in str(error) for status in FAILED_ALLOCATIONS)
 
 
 def _without_way_out(error: RuntimeError | None) -> RuntimeError:

@@ -51,6 +51,7 @@ class Engine:
         progress: of the training.
         gradients: of the open window.
         flags: the Trainer's own.
+        scheduler: the callback whose hooks drive the fit.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class Engine:
         progress: Progress,
         gradients: WindowGradients,
         flags: TrainerFlags,
+        scheduler: Callback,
     ) -> None:
         self.trainer, self.module, self.options, self.progress = trainer, module, options, progress
-        self.gradients, self.flags = gradients, flags
+        self.gradients, self.flags, self.scheduler = gradients, flags, scheduler
         self.ranks = Ranks(trainer, module, sync_each=options.sync_each_micro_batch)
-        self.scheduler: Callback | None = None  # whose hooks drive the fit
         self.batch = 0  # the present micro-batch, counted over the whole training from 1
         self.unweighted_warning = ""  # to be given when a micro-batch without a weight arrives
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_accum.gradients.buffers import parameters
+from lightning_accum.schedule.factors import Schedule
 from lightning_accum.seams import hooks
 from lightning_accum.seams.roots import MisconfigurationException
 from lightning_accum.window.progress import Progress
@@ -56,12 +57,14 @@ class HandStepGuard:
         self.steps_by_hand += moves and phase is Phase.EMPTY
 
 
-def check_first_backward(trainer: Trainer) -> None:
+def check_first_backward(trainer: Trainer, schedule: Schedule) -> None:
     """Refuse, at the fit's first backward, an optimizer that steps in one of its hooks: it cannot accumulate.
 
     References:
         https://github.com/pytorch/tutorials/pull/2568
     """
+    if schedule.largest_factor == 1:
+        return
     backward: hooks.Hook = trainer.strategy.backward
     watched = [parameter for optimizer in trainer.optimizers for parameter in parameters(optimizer)]
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 import yaml
@@ -21,6 +20,9 @@ from cli_helpers import EXAMPLES, SHORT_NAME, load_example, run_cli, write_yaml
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_accum import check_equivalence
+
+# Without it pytest would stop at collection, the tests of other files included
+plt = pytest.importorskip("matplotlib.pyplot", reason="the extra `examples` is not installed")
 
 # What digits.yaml comes to: 1,257 samples in micro-batches of 64, the last one of 41; factor 1 for 6 epochs, then 4.
 WINDOWS = 6 * [*(19 * [64]), 41] + 10 * [*(4 * [256]), 3 * 64 + 41]

@@ -18,7 +18,7 @@ from pages import ALL, PAGES, README, ROOT, blocks, section
 
 import lightning_accum
 
-COMING = {"contrastive.md", "how-large-a-batch.md", "16-mixed.md"}  # pages that other branches bring
+COMING = {"contrastive.md", "how-large-a-batch.md"}  # pages that other branches bring
 
 # Blocks of code
 
