@@ -26,10 +26,10 @@ from lightning_accum.split.retry import (
     SplitBatch,
     WholeBatchOutOfMemoryError,
     is_out_of_memory,
-    remember_buffers,
     run_in_pieces,
 )
 from lightning_accum.split.slicing import leaves, tensors, with_tensors
+from lightning_accum.split.undo import remember_buffers
 from lightning_accum.step.manual import ManualStep
 from lightning_accum.window.state import Accumulator
 

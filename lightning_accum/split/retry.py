@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
@@ -14,17 +14,18 @@ from torch.optim import Optimizer
 from lightning_accum.checks import advice
 from lightning_accum.checks.arguments import as_weight, check_function, check_loss, check_split, loss_and_weight
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients.buffers import Weight, trainable
-from lightning_accum.seams import logs, loop
-from lightning_accum.seams.roots import garbage_collection_cuda, is_oom_error, rank_zero_info
+from lightning_accum.gradients.buffers import Weight
+from lightning_accum.seams import logs
+from lightning_accum.seams.roots import is_oom_error, rank_zero_info
 from lightning_accum.split.ranks import prepare_for_retries, refuse_unequal_pieces
 from lightning_accum.split.slicing import Slicer, batch_size, equal_sizes, pieces
+from lightning_accum.split.undo import remember
 from lightning_accum.step.manual import ManualStep
 from lightning_accum.step.micro_batch import Piece
 from lightning_accum.window.state import Accumulator
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
 CALL = "accumulate_split(batch, loss_fn"
@@ -137,7 +138,7 @@ def _run_what_fits(step: ManualStep, window: Accumulator, batch: SplitBatch, sta
     history = window.history
     prepare_for_retries(step, batch.method)
     while True:
-        put_back = _remember(step, window)
+        put_back = remember(step, window)
         total = batch.size
         sizes = equal_sizes(total, history.split_size or max(total, 1))
         failed, error = _try(step, stages, sizes)
@@ -196,59 +197,3 @@ def _log_size(trainer: Trainer, failed: float, size: int, optimizer_idx: int) ->
     name = "accumulation/micro_batch_size" + (f"-{optimizer_idx}" if optimizer_idx else "")
     for logger in trainer.loggers:
         logger.log_metrics({name: size}, step=logs.logger_step(trainer))
-
-
-# Undoing a try
-
-
-def _remember(step: ManualStep, window: Accumulator) -> Callable[[], None]:
-    """Keep everything that a try changes; what is returned puts it back and frees memory."""
-    undo = [
-        loop.remember_rng(),
-        remember_buffers(step.module),
-        _remember_window(step, window),
-        step.engine.gradients.remember(_within_reach(step, window.index)),
-    ]
-
-    def put_back() -> None:
-        torch.clear_autocast_cache()  # weights in low precision, with a graph of the try
-        for put_back_part in undo:
-            put_back_part()
-        garbage_collection_cuda()
-
-    return put_back
-
-
-def _within_reach(step: ManualStep, optimizer_idx: int) -> Iterable[Tensor]:
-    """Parameters whose gradients a backward may change."""
-    optimizers = step.trainer.optimizers
-    return trainable(optimizers[optimizer_idx]) if step.ranks.size == 1 < len(optimizers) else step.module.parameters()
-
-
-def remember_buffers(module: LightningModule) -> Callable[[], None]:
-    """Keep the values of a module's buffers; what is returned puts them back."""
-    kept = [
-        (owner, name, buffer, None if buffer is None else buffer.clone())
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-    ]
-
-    def put_back() -> None:
-        with torch.no_grad():
-            for owner, name, buffer, value in kept:
-                owner._buffers[name] = buffer
-                if buffer is not None and value is not None:
-                    buffer.data.copy_(value)  # without a new version, which would spoil graphs that use the buffer
-
-    return put_back
-
-
-def _remember_window(step: ManualStep, window: Accumulator) -> Callable[[], None]:
-    progress, last_batch, put_back_window = step.engine.progress, step.engine.progress.last_batch, window.remember()
-
-    def put_back() -> None:
-        progress.last_batch = last_batch
-        step.gradient_watch.forget()
-        put_back_window()
-
-    return put_back

@@ -14,7 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_accum.split.slicing import batch_size, equal_sizes, even_sizes, map_parts, pieces
+from lightning_accum.split.slicing import (
+    batch_size,
+    equal_sizes,
+    even_sizes,
+    leaves,
+    map_parts,
+    pieces,
+    tensors,
+    with_tensors,
+)
 
 Pair = namedtuple("Pair", "x y")
 
@@ -215,3 +224,13 @@ def test_parts_of_different_sizes_are_refused() -> None:
         batch_size((x(3), x(4)))
     with pytest.raises(ValueError, match=r"\[2, 3\]"):
         batch_size({"a": ["x", "y"], "b": [1, 2, 3]})
+
+
+def test_tensors_are_put_back_where_they_were() -> None:
+    nested = {"a": (torch.zeros(2), None, [torch.ones(1)]), "name": "x"}
+    assert [tensor.tolist() for tensor in tensors(nested)] == [[0, 0], [1]]
+    assert [type(leaf).__name__ for leaf in leaves(nested)] == ["Tensor", "NoneType", "Tensor", "str"]
+    again = with_tensors(nested, [torch.full((1,), 5.0), torch.full((1,), 6.0)])
+    assert again == {"a": (torch.tensor([5.0]), None, [torch.tensor([6.0])]), "name": "x"}
+    assert nested["a"][0].tolist() == [0, 0]
+    assert with_tensors(torch.zeros(2), [torch.ones(1)]) == torch.ones(1)
