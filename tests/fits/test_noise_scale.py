@@ -434,9 +434,9 @@ class Two(AccumulationMixin, Quiet):
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
         first, second = self.optimizers()
-        for n in range(self.times):
+        for _ in range(self.times):
             loss = item_losses(self.net, batch).mean()
-            self.accumulate(loss, optimizer=first, more=n + 1 < self.times)
+            self.accumulate(loss, optimizer=first, more=True)  # it steps when the window closes
         both = item_losses(self.net, batch).mean() + item_losses(self.other, batch).mean()
         self.accumulate(both, weight=len(batch[0]), optimizer=second)
 
