@@ -101,7 +101,8 @@ class OptimizerStep:
     def zero_grad(self, optimizer: Optimizer) -> None:
         """Zero the gradients of a window that is over; the hooks before it are the loop's in manual optimization."""
         for callback in loop.callbacks(self._trainer):
-            callback.on_before_zero_grad(self._trainer, self._module, optimizer)
+            if callable(hook := callback.on_before_zero_grad):  # `hooks.leave_out` makes it None
+                hook(self._trainer, self._module, optimizer)
         self._module.on_before_zero_grad(optimizer)
         optimizer.zero_grad()
 
