@@ -27,6 +27,8 @@ from lightning_accum.step.manual_fit import ModuleState
 if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
+    from lightning_accum.checks.arguments import OneOrMore
+
     _Module = LightningModule
 else:
     _Module = object
@@ -128,7 +130,7 @@ class AccumulationMixin(_Module):
         loss: Tensor | None,
         *,
         weight: float | Tensor | None = None,
-        optimizer: Optimizer | LightningOptimizer | None = None,
+        optimizer: OneOrMore = None,
         more: bool = False,
     ) -> EffectiveStep | None:
         """Add one contribution to the open window; take the effective step if this micro-batch closes it.
@@ -140,12 +142,14 @@ class AccumulationMixin(_Module):
             loss: scalar ``()``, the mean over ``weight`` items, with its graph. None: nothing is contributed.
             weight: items (samples or tokens) that the loss is a mean over: an int, a float or a tensor of shape ``()``
                 on any device, >= 0. Default: the scheduler's ``weight_fn``, or 1.
-            optimizer: whose window; needed only if there are several.
+            optimizer: whose window; needed only if there are several. A loss reaches the parameters of this one only,
+                whatever it runs through. A list: one loss, one backward, and a contribution to each one's window.
             more: another call for this optimizer follows in this ``training_step``. If none does, the window closes
-                when ``training_step`` ends.
+                when ``training_step`` ends. With several optimizers it also keeps the graph for the next call.
 
         Returns:
-            What the window reports, if this call closed it with an optimizer step; otherwise None.
+            What the window reports, if this call closed it with an optimizer step; otherwise None. Of a list: what the
+            last one's reports.
 
         Raises:
             RuntimeError: called outside ``training_step``, again after the window was closed, or with a loss without

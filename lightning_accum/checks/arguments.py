@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_accum.gradients.buffers import any_gradient
+from lightning_accum.gradients.foreign import LeftGradients
 from lightning_accum.schedule.validate import positive_int
-from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS
+from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS, MisconfigurationException
 
 if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
+    AnOptimizer = Optimizer | LightningOptimizer
+    OneOrMore = AnOptimizer | Sequence[AnOptimizer] | None
 
-def optimizer_position(optimizer: Optimizer | LightningOptimizer | None, optimizers: list[Optimizer], call: str) -> int:
+
+def optimizer_position(optimizer: AnOptimizer | None, optimizers: list[Optimizer], call: str) -> int:
     """Return the optimizer's position in ``configure_optimizers``.
 
     Args:
@@ -36,6 +40,8 @@ def optimizer_position(optimizer: Optimizer | LightningOptimizer | None, optimiz
             f"`{call})`: the module has {len(optimizers)} optimizers. Pass the one that the loss is for:"
             f" `{call}, optimizer=self.optimizers()[0])`."
         )
+    if isinstance(optimizer, (list, tuple)):
+        raise TypeError(f"`{call}, optimizer=[...])`: takes one optimizer. Only `accumulate` takes several.")
     unwrapped = optimizer.optimizer if isinstance(optimizer, LIGHTNING_OPTIMIZERS) else optimizer
     for position, candidate in enumerate(optimizers):
         if candidate is unwrapped:
@@ -45,6 +51,17 @@ def optimizer_position(optimizer: Optimizer | LightningOptimizer | None, optimiz
         f"`{call}, optimizer={given})`: not one of the optimizers that `configure_optimizers`"
         " returned. Take it from `self.optimizers()`."
     )
+
+
+def listed(optimizer: OneOrMore, call: str) -> list[AnOptimizer | None]:
+    """Return the optimizers that a user gave as one or as a list; raise if the list is empty or names one twice."""
+    if not isinstance(optimizer, (list, tuple)):
+        return [optimizer]  # type: ignore[list-item] # neither of the two kinds is a sequence
+    each = {id(getattr(one, "optimizer", one)) for one in optimizer}
+    if not each or len(each) < len(optimizer):
+        reason = "holds an optimizer twice" if each else "is empty"
+        raise ValueError(f"`{call}, optimizer=[...])`: the list {reason}. Give each of the optimizers once.")
+    return list(optimizer)
 
 
 def check_loss(loss: object, given: str = "accumulate(loss)") -> None:
@@ -72,6 +89,14 @@ def check_weight_fn(weight_fn: object) -> None:
         )
 
 
+def check_clip_algorithm(algorithm: str) -> None:
+    """Raise for an algorithm that is neither of Lightning's two: a slip would clip by the other one."""
+    if algorithm not in ("norm", "value"):
+        raise MisconfigurationException(
+            f"`clip_gradients(gradient_clip_algorithm={algorithm!r})` is invalid. Accepted are 'norm' and 'value'."
+        )
+
+
 def check_split(size: object, batch_dim: int) -> None:
     """Raise unless ``micro_batch_size`` is a positive int or ``"auto"``, and ``batch_dim`` counts from the front."""
     if size != "auto":
@@ -82,16 +107,31 @@ def check_split(size: object, batch_dim: int) -> None:
         raise ValueError(f"`accumulate_split(batch_dim={batch_dim})`: must be >= 0, counted from the first dimension.")
 
 
-def check_no_gradients(optimizer: Optimizer) -> None:
-    """Raise if an empty window has gradients: another backward than `accumulate`'s wrote them."""
-    if any_gradient(optimizer):
+def check_no_gradients(
+    optimizer: Optimizer, module: nn.Module | None = None, left: LeftGradients | None = None, index: int = 0
+) -> None:
+    """Raise if an empty window has gradients: something else than `accumulate` computed them.
+
+    Args:
+        optimizer: whose window it is.
+        module: that has the names of the parameters.
+        left: what was there before; None: nothing.
+        index: the optimizer's position.
+    """
+    foreign = (left or LeftGradients()).foreign(index, optimizer)
+    if foreign is not None:
+        names = (name for name, parameter in module.named_parameters() if parameter is foreign) if module else ()
         raise RuntimeError(
-            "Found gradients that did not come from `accumulate`: `loss.backward()` or `manual_backward` was called by"
-            " hand. They lack the window's weights and scale. Pass the loss to `self.accumulate(loss)` instead; with"
-            " several losses in one `training_step`, give `more=True` for all but the last. With several ranks there is"
-            " another cause: the loss of another optimizer ran backward through this one's parameters. Compute and"
-            " accumulate it inside `with optimizer.toggle_model():`."
+            f"Found gradients that did not come from `accumulate`, of {_quoted(next(iter(names), None))}. They lack the"
+            " window's weights and scale. Possible causes: `loss.backward()` or `manual_backward` was called by hand:"
+            " pass the loss to `self.accumulate(loss)` instead; with several losses in one `training_step`, give"
+            " `more=True` for all but the last. A loss of another kind ran backward through it (a penalty, a metric):"
+            " use `torch.autograd.grad`. A hook or a callback has written to `.grad` between two windows."
         )
+
+
+def _quoted(name: str | None) -> str:
+    return "a parameter" if name is None else f"`{name}`"
 
 
 def gradients_are_gone() -> RuntimeError:

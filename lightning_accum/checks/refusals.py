@@ -136,11 +136,15 @@ def refuse_closure_optimizers(optimizers: list[Optimizer], schedule: Schedule, m
         if closure is None or closure.default is not inspect.Parameter.empty:
             continue
         if manual or schedule.largest_factor > 1:
-            raise MisconfigurationException(
-                f"{type(optimizer).__name__} calls a closure that evaluates the loss again, with the window's"
-                " last micro-batch only. Use it in automatic optimization with factor 1, or another optimizer."
-                f" The schedule is: {schedule}."
-            )
+            raise evaluates_again(optimizer, f" The schedule is: {schedule}.")
+
+
+def evaluates_again(optimizer: Optimizer, schedule: str = "") -> MisconfigurationException:
+    """Return the error for an optimizer that evaluates the loss more than once in a step."""
+    return MisconfigurationException(
+        f"{type(optimizer).__name__} calls a closure that evaluates the loss again, with the window's last micro-batch"
+        f" only. Use it in automatic optimization with factor 1, or another optimizer.{schedule}"
+    )
 
 
 def outside_training_step(call: str) -> RuntimeError:

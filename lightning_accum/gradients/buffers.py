@@ -1,17 +1,20 @@
-"""The gradients of an open window: multiplied, dropped, and in low precision summed in float32."""
+"""The gradients of an open window: multiplied, dropped, kept apart from those of other optimizers."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from lightning_accum.gradients.float32 import Float32Gradients
+from lightning_accum.gradients.masking import WeightMask
 from lightning_accum.gradients.precision import LOW_PRECISION
+from lightning_accum.gradients.several import OwnGradients
 
 Weight = float | Tensor
 
@@ -22,7 +25,11 @@ def weighs_nothing(weight: Weight | None) -> bool:
 
 
 def parameters(optimizer: Optimizer) -> Iterable[Tensor]:
-    """All parameters of the optimizer."""
+    """All parameters of the optimizer, each once: torch only warns where the same one is in several places."""
+    return dict.fromkeys(_entries(optimizer))
+
+
+def _entries(optimizer: Optimizer) -> Iterable[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
@@ -33,7 +40,7 @@ def trainable(optimizer: Optimizer) -> Iterable[Tensor]:
 
 def any_gradient(optimizer: Optimizer) -> bool:
     """Whether any of its parameters has a gradient; without one, a step moves nothing."""
-    return any(parameter.grad is not None for parameter in parameters(optimizer))
+    return any(parameter.grad is not None for parameter in _entries(optimizer))
 
 
 def are_finite(parameters: Iterable[Tensor]) -> Tensor:
@@ -63,106 +70,12 @@ def scale(optimizer: Optimizer, factor: Weight) -> None:
 
 def drop(optimizer: Optimizer) -> None:
     """Set the optimizer's gradients to None: its step then skips the parameters, weight decay included."""
-    for parameter in parameters(optimizer):
+    for parameter in _entries(optimizer):
         parameter.grad = None
 
 
-class Float32Gradients:
-    """Adds each micro-batch's gradient to a float32 buffer, and leaves ``.grad`` empty until the window closes.
-
-    In bf16 256 + 1 is 256: what is small against the sum so far is lost. It costs one float32 tensor per parameter in
-    low precision; ``.grad`` itself lives only until it is added.
-
-    References:
-        https://github.com/NVIDIA/Megatron-LM/issues/372, https://github.com/deepspeedai/DeepSpeed/issues/2768
-    """
-
-    def __init__(self) -> None:
-        self.sums: dict[Tensor, Tensor] = {}
-        self._handles: dict[Tensor, RemovableHandle] = {}
-
-    def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Take over the gradients of those in low precision, as soon as a backward has made them."""
-        for parameter in parameters:
-            if parameter.requires_grad and parameter.dtype in LOW_PRECISION and parameter not in self._handles:
-                handle = parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
-                self._handles[parameter] = handle
-
-    def _take(self, parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        if parameter in self.sums:
-            self.sums[parameter] += gradient
-        else:
-            self.sums[parameter] = gradient.float()
-
-    def put_back(self, optimizer: Optimizer, factor: Weight) -> None:
-        """Multiply the sums in float32 and make them the gradients again, rounded once."""
-        for parameter in parameters(optimizer):
-            if (total := self.sums.pop(parameter, None)) is not None:
-                total *= factor.to(total.device) if isinstance(factor, Tensor) else factor
-                parameter.grad = total.to(parameter.dtype)
-
-    def drop(self, optimizer: Optimizer) -> None:
-        """Forget what was summed for the optimizer."""
-        for parameter in parameters(optimizer):
-            self.sums.pop(parameter, None)
-
-    def remember(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
-        """Keep what was summed for the parameters; what is returned puts it back."""
-        kept = {p: self.sums[p].clone() if p in self.sums else None for p in parameters}
-
-        def put_back() -> None:
-            for parameter, total in kept.items():
-                self.sums.pop(parameter, None)
-                if total is not None:
-                    self.sums[parameter] = total
-
-        return put_back
-
-    def release(self) -> None:
-        """Let the parameters accumulate as they did; the sums stay."""
-        while self._handles:
-            self._handles.popitem()[1].remove()
-
-
-class WeightMask:
-    """Keeps the gradient of a micro-batch of weight 0 out of the sum, where it is NaN: the mean over no items.
-
-    0 * NaN is NaN, so that the weight alone does not. Whether a tensor weight is 0 is never read back: each gradient of
-    such a micro-batch passes one more operation.
-    """
-
-    def __init__(self) -> None:
-        self._counts: Tensor | bool | None = None
-        self._handles: dict[Tensor, RemovableHandle] = {}
-
-    def cover(self, parameters: Iterable[Tensor], weight: Weight) -> None:
-        """Watch the next backward; once a parameter is watched, it stays so until `release`."""
-        self._counts = weight > 0
-        for parameter in parameters:
-            if parameter.requires_grad and parameter not in self._handles:
-                self._handles[parameter] = parameter.register_hook(self._mask)  # type: ignore[no-untyped-call]
-
-    def uncover(self) -> None:
-        """Let gradients be."""
-        self._counts = None
-
-    def _mask(self, gradient: Tensor) -> Tensor | None:
-        if self._counts is None or gradient.is_sparse or type(gradient) is not Tensor:  # a DTensor takes no mask
-            return None
-        if isinstance(self._counts, Tensor):
-            return torch.where(self._counts.to(gradient.device), gradient, 0)
-        return None if self._counts else torch.zeros_like(gradient)
-
-    def release(self) -> None:
-        """Watch no more."""
-        while self._handles:
-            self._handles.popitem()[1].remove()
-
-
 class WindowGradients:
-    """What is done with the gradients of a window that closes.
+    """What is done with the gradients of a window, from where it opens until it closes.
 
     Args:
         in_float32: whether gradients in bf16 and fp16 are summed in float32.
@@ -172,15 +85,38 @@ class WindowGradients:
         self.in_float32 = in_float32
         self._float32 = Float32Gradients() if in_float32 else None
         self._mask = WeightMask()
+        self._own = OwnGradients({} if self._float32 is None else self._float32.sums)
 
     def start(self, optimizers: Iterable[Optimizer]) -> None:
         """A fit begins, or a window: BackboneFinetuning unfreezes parameters and adds them in between."""
+        self._own.start([parameters(optimizer) for optimizer in optimizers])
         if self._float32 is not None:
             for optimizer in optimizers:
                 self._float32.watch(parameters(optimizer))
 
+    # Several optimizers
+
+    def turn_to(self, optimizer: Optimizer) -> None:
+        """Let ``.grad`` hold the optimizer's own window in parameters that others have too."""
+        if self._own.shared:
+            self._own.turn_to(optimizer, parameters(optimizer))
+
+    def share_parameters(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Whether any two of these have a parameter in common."""
+        shared = self._own.shared
+        return bool(shared) and max(Counter(p for o in optimizers for p in parameters(o) if p in shared).values()) > 1
+
+    def apart(self, own: Iterable[Optimizer], optimizers: Iterable[Optimizer]) -> AbstractContextManager[None]:
+        """Let the backwards in this context change the gradients of no optimizer but its own."""
+        mine = {parameter for optimizer in own for parameter in _entries(optimizer)}
+        others = {p: None for optimizer in optimizers for p in _entries(optimizer) if p not in mine}
+        return self._own.set_aside(others) if others else nullcontext()
+
+    # From a contribution to the step
+
     def mask(self, optimizer: Optimizer, weight: Weight) -> None:
         """Let the next backward add nothing if its weight is 0, whatever the loss is; for a number above 0, no work."""
+        self.turn_to(optimizer)
         self._mask.uncover()
         if isinstance(weight, Tensor) or weight == 0:
             self._mask.cover(parameters(optimizer), weight)
@@ -189,25 +125,36 @@ class WindowGradients:
         """The backward is through."""
         self._mask.uncover()
 
+    def scale(self, optimizer: Optimizer, factor: Weight) -> None:
+        """Multiply what the open window has summed."""
+        self.turn_to(optimizer)
+        scale(optimizer, factor)
+        if self._float32 is not None:
+            self._float32.scale(parameters(optimizer), factor)
+
     def normalize(self, optimizer: Optimizer, correction: Weight) -> None:
         """Make the optimizer's gradients the window's weighted mean."""
+        self.turn_to(optimizer)
         scale(optimizer, correction)
         if self._float32 is not None:
-            self._float32.put_back(optimizer, correction)
+            self._float32.put_back(parameters(optimizer), correction)
 
     def drop(self, optimizer: Optimizer) -> None:
         """Leave nothing to step with."""
+        self.turn_to(optimizer)
         drop(optimizer)
         if self._float32 is not None:
-            self._float32.drop(optimizer)
+            self._float32.drop(parameters(optimizer))
 
     def held(self, optimizer: Optimizer) -> list[Tensor | None]:
         """What the open window has summed, one entry for each parameter; the tensors themselves."""
+        self.turn_to(optimizer)
         sums = {} if self._float32 is None else self._float32.sums
         return [sums.get(parameter, parameter.grad) for parameter in parameters(optimizer)]
 
     def hold(self, optimizer: Optimizer, totals: Iterable[Tensor | None]) -> None:
         """Go on from what `held` gave."""
+        self.turn_to(optimizer)
         for parameter, total in zip(parameters(optimizer), totals, strict=True):
             if total is None:
                 continue
@@ -241,5 +188,6 @@ class WindowGradients:
     def end(self) -> None:
         """Forget the last fit."""
         self.release()
+        self._own.start([])
         if self._float32 is not None:
             self._float32.sums.clear()

@@ -116,6 +116,12 @@ def keep_gradients() -> None:
     """Do nothing: in front of ``on_validation_model_zero_grad`` while a window is open."""
 
 
+def takes(hook: Hook, name: str) -> bool:
+    """Whether a hook, which the user may have overridden, takes a keyword argument of this name."""
+    parameters = inspect.signature(hook).parameters
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
 def is_set_on_object(owner: object, hook: str) -> bool:
     """Whether the user has set a hook on the object, where a wrapper of its class does not run."""
     return hook in vars(owner)

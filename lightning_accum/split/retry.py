@@ -76,7 +76,7 @@ def _contribute_all(
         last = closes and index + 1 == len(sizes)
         given = _loss_of(step, batch, piece, sizes[index])
         if given is not None:
-            step.contribute(window, *given, last=last, piece=Piece(len(sizes), is_first))
+            step.contribute([window], *given, last=last, piece=Piece(len(sizes), is_first))
             is_first = False
         del given  # nothing of a piece's graph outlives it
 
@@ -115,9 +115,8 @@ def _prepare_ranks(step: ManualStep) -> None:
             " inside forward or backward, forever if one of them runs out of memory there. Give a number of items."
         )
     if step.ranks.learns_graph:
-        step.ranks.zero_backward(step.module.parameters())
-        for parameter in step.module.parameters():
-            parameter.grad = None
+        with step.engine.apart():
+            step.ranks.zero_backward(step.module.parameters())
 
 
 def _obstacle(step: ManualStep) -> str | None:
@@ -209,7 +208,7 @@ def _remember(step: ManualStep, window: Accumulator) -> Callable[[], None]:
 def _within_reach(step: ManualStep, optimizer_idx: int) -> Iterable[Tensor]:
     """Parameters whose gradients a backward may change."""
     optimizers = step.trainer.optimizers
-    return trainable(optimizers[optimizer_idx]) if step.ranks.size == 1 < len(optimizers) else step.module.parameters()
+    return trainable(optimizers[optimizer_idx]) if len(optimizers) > 1 else step.module.parameters()
 
 
 def _remember_buffers(module: LightningModule) -> Callable[[], None]:

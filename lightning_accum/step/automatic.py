@@ -75,6 +75,8 @@ class AutomaticDoor(Door):
             return
         window = self._window
         if window.phase in (Phase.STEPPING, Phase.STEPPED):
+            if window.micro_batches > 1:
+                raise refusals.evaluates_again(self._trainer.optimizers[0])
             window.drop()  # a closure optimizer evaluates the same micro-batch again
         divisor = precision.real_divisor(int(self._trainer.accumulate_grad_batches), loss.dtype)
         sums_loss = self._sums_losses and not weighs_nothing(self._weight)

@@ -5,7 +5,8 @@ They differ only in what runs the backward and the optimizer step: Lightning, or
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,10 +86,40 @@ class Engine:
         if window.phase is Phase.BACKWARD:
             self._drop_failed(window)
         optimizer = self.trainer.optimizers[window.index]
+        self.gradients.turn_to(optimizer)
         if window.has_gradients and not any_gradient(optimizer):
             raise gradients_are_gone()
         self.gradients.mask(optimizer, contribution.weight)
         return window.begin_backward(contribution, length, divided_by)
+
+    def share_parameters(self, windows: Sequence[Accumulator]) -> bool:
+        """Whether a parameter is in two of these windows' optimizers."""
+        optimizers = self.trainer.optimizers
+        return len(windows) > 1 and self.gradients.share_parameters([optimizers[window.index] for window in windows])
+
+    def apart(self, *windows: Accumulator) -> AbstractContextManager[None]:
+        """Return the context of a backward for these windows: it changes the gradients of no other optimizer.
+
+        Under sharding part of a gradient is kept elsewhere; there `toggle_model` keeps losses apart.
+        """
+        optimizers = self.trainer.optimizers
+        if len(windows) == len(optimizers) or self.ranks.is_sharded:
+            return nullcontext()
+        return self.gradients.apart([optimizers[window.index] for window in windows], optimizers)
+
+    @contextmanager
+    def scaled_alike(self, windows: Sequence[Accumulator]) -> Iterator[None]:
+        """Let one backward contribute to several windows, with the factor of the first one.
+
+        Their units differ where they have summed unlike weights, in this window or before.
+        """
+        optimizers = [self.trainer.optimizers[window.index] for window in windows]
+        ratios = [window.unit / windows[0].unit for window in windows]
+        for optimizer, ratio in zip(optimizers[1:], ratios[1:], strict=True):
+            self.gradients.scale(optimizer, ratio)
+        yield
+        for optimizer, ratio in zip(optimizers[1:], ratios[1:], strict=True):
+            self.gradients.scale(optimizer, 1 / ratio)
 
     def end_backward(self, window: Accumulator, *, synced: bool) -> None:
         """Count the announced contribution; its gradient is in ``.grad``."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_accum import effective_step
 from lightning_accum.checks import advice, arguments, refusals
@@ -14,6 +14,7 @@ from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, any_gradient, trainable, weighs_nothing
 from lightning_accum.gradients.precision import LOW_PRECISION, real_divisor
 from lightning_accum.seams import hooks, loop
+from lightning_accum.step.clean import CleanGradients
 from lightning_accum.step.engine import Engine
 from lightning_accum.step.lr_schedulers import LRSchedulers
 from lightning_accum.step.optimizer_step import OptimizerStep
@@ -23,6 +24,8 @@ from lightning_accum.window.values import Contribution
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    from lightning_accum.checks.arguments import AnOptimizer, OneOrMore
 
 
 class MicroBatch(NamedTuple):
@@ -63,6 +66,7 @@ class ManualStep:
         self.lr_schedulers = lr_schedulers
         self.optimizer_step = OptimizerStep(engine, module)
         self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
+        self._clean = CleanGradients(engine)
         self.calls = 0  # of `accumulate`, in this fit
         self._epoch_begun = -1  # the epoch whose LR schedulers are still to be stepped; -1: none
 
@@ -74,10 +78,12 @@ class ManualStep:
         closes = learns and loop.closes_window(self.trainer)
         self.micro_batch = MicroBatch(args[0] if args else None, closes, learns)
         self.engine.batch, self._epoch_begun = loop.all_batches(self.trainer), self.trainer.current_epoch
+        self._clean.begin()
         try:
             output = training_step(*args, **kwargs)
             if not self._is_alone:
-                self.ranks.join_backward(before)
+                with self.engine.apart():
+                    self.ranks.join_backward(before)
             if closes:
                 self._warn_if_never_called(output)
                 self.close_window(at=loop.ready_batches(self.trainer))
@@ -90,33 +96,44 @@ class ManualStep:
         self,
         loss: Tensor | None,
         weight: float | Tensor | None,
-        optimizer: Optimizer | LightningOptimizer | None,
+        optimizer: OneOrMore,
         *,
         more: bool,
     ) -> EffectiveStep | None:
         """Add one contribution to an optimizer's window; step if it is the last one."""
-        window, micro_batch = self.open_window("accumulate(loss", optimizer)
+        windows, micro_batch = self._open_windows("accumulate(loss", optimizer)
         last = micro_batch.closes and not more
         if loss is not None and micro_batch.learns:
             arguments.check_loss(loss)
             weight = self._weigh(loss.device) if weight is None else arguments.as_weight(weight, loss.device)
-            self.contribute(window, loss, weight, last=last)
-        return self.step(window) if last else None
+            # A parameter of two of them needs its gradient twice, once for each window.
+            groups = [[window] for window in windows] if self.engine.share_parameters(windows) else [windows]
+            for group in groups:
+                self.contribute(group, loss, weight, last=last, keeps_graph=more or group is not groups[-1])
+        return [self.step(window) if last else None for window in windows][-1]
 
     def contribute(
-        self, window: Accumulator, loss: Tensor, weight: Weight, *, last: bool, piece: Piece = WHOLE
+        self,
+        windows: Sequence[Accumulator],
+        loss: Tensor,
+        weight: Weight,
+        *,
+        last: bool,
+        piece: Piece = WHOLE,
+        keeps_graph: bool = False,
     ) -> None:
-        """Scale the loss to its part of the window, and run its backward; the window's last one is synced."""
+        """Scale the loss to its part of the windows, and run its backward; a window's last one is synced."""
         counts = not weighs_nothing(weight)
         contribution = Contribution(weight, loss.detach() if counts else None, *piece)
-        self._refuse_foreign_gradients(window)
         # 1. Losses are divided before the backward so that fp16 stays in range; the last backward alone is synced.
-        scale = self.engine.begin_backward(window, contribution, self._length(loss.dtype, piece.pieces))
+        scale, *_ = [self._begin(window, contribution, loss.dtype) for window in windows]
         if counts:
             scaled = loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale)
-            with self.ranks.backward(loss.device, last=last):
-                self.module.manual_backward(scaled, **self._only(window))
-        self.engine.end_backward(window, synced=counts and last)  # only now does it count
+            alike, alone = self.engine.scaled_alike(windows), self.engine.apart(*windows)
+            with alike, alone, self.ranks.backward(loss.device, last=last):
+                self.module.manual_backward(scaled, **self._keywords(keeps_graph))
+        for window in windows:
+            self.engine.end_backward(window, synced=counts and last)  # only now does it count
 
     def step(self, window: Accumulator) -> EffectiveStep | None:
         """Take an optimizer's step with the window's weighted mean gradient."""
@@ -128,7 +145,7 @@ class ManualStep:
         # 3. Unscale, the hooks before the step, the clip, the update; 4. windows open for other optimizers.
         moved = self.optimizer_step.take(optimizer, in_training_step=self.micro_batch is not None)
         # 5. Counters come before the LR schedulers, which advance with the steps really taken.
-        optimizer.optimizer.zero_grad()
+        self._clean.zero(window.index, optimizer.optimizer)
         window.end_step(moved=moved)
         if moved:
             steps = window.history.steps
@@ -160,9 +177,11 @@ class ManualStep:
 
     # Before a contribution
 
-    def open_window(
-        self, call: str, optimizer: Optimizer | LightningOptimizer | None
-    ) -> tuple[Accumulator, MicroBatch]:
+    def _open_windows(self, call: str, optimizer: OneOrMore) -> tuple[list[Accumulator], MicroBatch]:
+        opened = [self.open_window(call, one) for one in arguments.listed(optimizer, call)]
+        return [window for window, _ in opened], opened[0][1]
+
+    def open_window(self, call: str, optimizer: AnOptimizer | None) -> tuple[Accumulator, MicroBatch]:
         """Return the window and the micro-batch that a call is for; ``call`` is how the user's own begins."""
         if self.micro_batch is None:
             raise refusals.outside_training_step(call)
@@ -191,20 +210,16 @@ class ManualStep:
             return real_divisor(divisor, dtype) / pieces
         return divisor / pieces
 
-    def _only(self, window: Accumulator) -> dict[str, list[Tensor]]:
-        """Keep a loss that runs through another optimizer's parameters out of that one's window.
-
-        DDP waits for all parameters of the graph; there `toggle_model` keeps them apart.
-        """
-        optimizers = self.trainer.optimizers
-        if len(optimizers) == 1 or not self._is_alone:
-            return {}
-        return {"inputs": list(trainable(optimizers[window.index]))}
-
-    def _refuse_foreign_gradients(self, window: Accumulator) -> None:
+    def _begin(self, window: Accumulator, contribution: Contribution, dtype: torch.dtype) -> Weight:
         optimizers = self.trainer.optimizers
         if window.phase is Phase.EMPTY and (self._is_alone or len(optimizers) > 1):
-            arguments.check_no_gradients(optimizers[window.index])
+            self._clean.check(window.index)
+        return self.engine.begin_backward(window, contribution, self._length(dtype, contribution.pieces))
+
+    def _keywords(self, keeps_graph: bool) -> dict[str, bool]:
+        """Keep the graph where another optimizer's loss may run through it; with one optimizer, add such losses up."""
+        keeps = keeps_graph and len(self.trainer.optimizers) > 1 and hooks.takes(self.module.backward, "retain_graph")
+        return {"retain_graph": True} if keeps else {}
 
     # Before a step
 
@@ -217,14 +232,16 @@ class ManualStep:
         """Check the window's gradients, and take part in the other ranks' sync if this rank has not yet."""
         optimizers = self.trainer.optimizers
         optimizer = optimizers[window.index]
+        self.engine.gradients.turn_to(optimizer)
         self.engine.drop_if_failed(window)
         if window.has_gradients and not any_gradient(optimizer):
             raise arguments.gradients_are_gone()
         if window.phase is Phase.EMPTY and self._is_alone:
-            arguments.check_no_gradients(optimizer)
+            self._clean.check(window.index)
         if not self._is_alone and not window.has_synced:
             window.begin_backward(None, int(self.trainer.accumulate_grad_batches))
-            self.ranks.zero_backward(trainable(optimizer) if len(optimizers) > 1 else self.module.parameters())
+            with self.engine.apart(window):
+                self.ranks.zero_backward(trainable(optimizer) if len(optimizers) > 1 else self.module.parameters())
             window.end_backward(has_gradients=any_gradient(optimizer), has_synced=True)
 
     def _warn_if_never_called(self, output: object) -> None:

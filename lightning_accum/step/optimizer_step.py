@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_accum.checks import arguments
 from lightning_accum.gradients import buffers
 from lightning_accum.gradients.precision import ScaledStep, active_scaler, without_autocast
 from lightning_accum.seams import hooks, loop
@@ -78,16 +79,18 @@ class OptimizerStep:
         """Rescale the gradients of windows open for other optimizers: they carry the scale of before."""
         for i, optimizer in enumerate(self._trainer.optimizers):
             if self._engine.progress.accumulator(i).phase is Phase.OPEN:
-                buffers.scale(optimizer, ratio)
+                self._engine.gradients.scale(optimizer, ratio)
 
     def clip(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
         """Clip as Lightning does, fused optimizers too; by norm, the norm is kept for `EffectiveStep.grad_norm`."""
         value = self._trainer.gradient_clip_val if value is None else value
-        algorithm = algorithm or self._trainer.gradient_clip_algorithm or "norm"
+        algorithm = (algorithm or self._trainer.gradient_clip_algorithm or "norm").lower()
+        arguments.check_clip_algorithm(algorithm)
         if value is None or value <= 0:
             return
-        parameters = self._trainer.precision_plugin.main_params(optimizer)
-        if algorithm.lower() == "norm":
+        # Each once: torch would count and clip one that is in the optimizer twice two times.
+        parameters = list(dict.fromkeys(self._trainer.precision_plugin.main_params(optimizer)))
+        if algorithm == "norm":
             self.grad_norm = self._engine.ranks.clip_by_norm(parameters, value)
         else:
             torch.nn.utils.clip_grad_value_(parameters, value)
