@@ -181,7 +181,8 @@ class AccumulationMixin(_Module):
         Args:
             batch: tensors, alone or nested in tuples, lists, mappings and dataclasses, of which each micro-batch gets
                 views; or an object with ``__len__`` and slicing. A module may define
-                ``slice_micro_batch(batch, start, stop)``, which cuts instead.
+                ``slice_micro_batch(batch, start, stop)``, which cuts instead, and ``batch_length(batch)``, which counts
+                instead. A list of images may be items or columns: without these it is refused.
             loss_fn: returns the loss of a micro-batch, or ``(loss, weight)``, as for `accumulate`. Without a weight it
                 weighs what the scheduler's ``weight_fn`` returns for it, or else its size.
             micro_batch_size: items in a micro-batch, at most. ``"auto"`` begins with the whole batch. When memory runs
@@ -197,13 +198,14 @@ class AccumulationMixin(_Module):
         Raises:
             RuntimeError: as for `accumulate`; out of memory with one item.
             TypeError: a batch without a batch dimension; a size that is not an int.
-            ValueError: a batch whose parts differ in size; a size below 1.
+            ValueError: a batch whose parts differ in size, or may be items or columns; a size below 1.
             MisconfigurationException: ``"auto"`` where ranks wait for each other inside forward or backward.
         """
         step = self._accumulation.step
         if step is None:
             raise refusals.outside_training_step("accumulate_split(batch, loss_fn")
-        split = retry.SplitBatch(batch, loss_fn, batch_dim, getattr(self, "slice_micro_batch", None))
+        slicer, counter = (getattr(self, name, None) for name in ("slice_micro_batch", "batch_length"))
+        split = retry.SplitBatch(batch, loss_fn, batch_dim, slicer, counter if callable(counter) else None)
         return retry.accumulate_split(step, optimizer, split, micro_batch_size)
 
     @override

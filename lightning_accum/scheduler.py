@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.checks import advice, refusals
 from lightning_accum.checks.arguments import check_weight_fn
-from lightning_accum.gradients.buffers import WindowGradients
+from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule import resolve
 from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown, requested
 from lightning_accum.seams import hooks, loop
@@ -124,6 +123,7 @@ class AccumulationScheduler(Callback):
         self._engine = Engine(trainer, pl_module, options, self.progress, self.gradients, self.flags)
         self._door = choose_door(self._engine, pl_module)
         self._placement.begin_fit(trainer, pl_module)
+        loop.call_first_before_steps(trainer, self)  # gradients are final before anything else sees them
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -131,6 +131,7 @@ class AccumulationScheduler(Callback):
         loop.forget_data(trainer)
         schedule, in_float32 = self._placement.schedule, self.gradients.in_float32
         refusals.refuse_float32_over_ranks(trainer, in_float32)
+        refusals.refuse_loader_iterator(pl_module, schedule, weighs=self.weight_fn is not None)
         self._door.begin_fit(schedule)
         advice.warn_of_low_precision(trainer.optimizers, schedule, in_float32)
         self.gradients.start(trainer.optimizers)
@@ -161,17 +162,11 @@ class AccumulationScheduler(Callback):
             self._restore(trainer)
         if self._engine.ranks.size > 1:
             refusals.refuse_unequal_ends(trainer)
-        if self._placement.begin_batch(trainer, batch_idx, extends_overdue=self._door.extends_overdue):
+        # Fact: Lightning's `batch_idx` is one behind where `training_step` takes the loader's iterator.
+        place = loop.ready_batches(trainer) - 1
+        if self._placement.begin_batch(trainer, place, extends_overdue=self._door.extends_overdue):
             self.gradients.start(trainer.optimizers)  # BackboneFinetuning adds parameters between windows
         self._door.begin_batch(batch)
-
-    @override
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._door.before_backward(loss)
-
-    @override
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._door.after_backward()
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -214,6 +209,7 @@ class AccumulationScheduler(Callback):
         self._door.release()
         hooks.unshadow_all(module, "on_validation_model_zero_grad", "configure_optimizers")
         hooks.unshadow_all(trainer.strategy, "backward", "block_backward_sync")
+        hooks.unshadow_all(trainer.precision_plugin, "backward", "_after_closure")
 
     # Checkpoints
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_accum.gradients.buffers import any_gradient
 from lightning_accum.gradients.foreign import LeftGradients
 from lightning_accum.schedule.validate import positive_int
 from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS, MisconfigurationException
@@ -134,13 +135,19 @@ def _quoted(name: str | None) -> str:
     return "a parameter" if name is None else f"`{name}`"
 
 
-def gradients_are_gone() -> RuntimeError:
-    """Return the error for an open window that has lost its gradients."""
+def refuse_lost_gradients(witness: Tensor | None, optimizer: Optimizer) -> None:
+    """Raise if an open window has lost its gradients; ``witness`` is a parameter that had one, if any had."""
     # Only `set_to_none=True` is seen: the zeros of `set_to_none=False` look like gradients.
-    return RuntimeError(
-        "The gradients of an open accumulation window are gone: `zero_grad()` was called by hand, or a hook set"
-        " them to None. Remove that call: they are zeroed when the window has closed."
-    )
+    if witness is not None and witness.grad is None and not any_gradient(optimizer):
+        raise RuntimeError(
+            "The gradients of an open accumulation window are gone: `zero_grad()` was called by hand, or a hook set"
+            " them to None. Remove that call: they are zeroed when the window has closed."
+        )
+
+
+def is_on_host(weight: Tensor) -> bool:
+    """Whether a tensor weight can be read without waiting for a device."""
+    return weight.device.type == "cpu"
 
 
 def as_weight(weight: object, device: torch.device, name: str = "weight") -> float | Tensor:
@@ -152,19 +159,22 @@ def as_weight(weight: object, device: torch.device, name: str = "weight") -> flo
         name: the argument, for errors.
 
     Returns:
-        A float; or the tensor, detached and on the device, in float64 where the device has it.
+        A float, also of a CPU tensor, whose read waits for no device; or the tensor of another device, detached and on
+        the loss's device, in float64 where that has it.
 
     Raises:
         TypeError: not a number.
-        ValueError: negative or not finite (a Python number), or a tensor that is not of shape ``()``.
+        ValueError: negative or not finite (a number, or a CPU tensor), or a tensor that is not of shape ``()``.
     """
     if isinstance(weight, Tensor):
         if weight.dim() != 0:
             raise ValueError(f"`{name}`: a tensor weight must have shape (), got {tuple(weight.shape)}. Sum it first.")
-        # MPS has no float64. Elsewhere sums of token counts stay exact, which they are in float32 only up to 2**24.
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        # Its value is not checked: reading it would make the host wait for the device in every micro-batch.
-        return weight.detach().to(device, dtype, non_blocking=True)
+        if not is_on_host(weight):
+            # MPS has no float64. Elsewhere sums of token counts stay exact, which they are in float32 only up to 2**24.
+            dtype = torch.float32 if device.type == "mps" else torch.float64
+            # Its value is not checked: reading it would make the host wait for the device in every micro-batch.
+            return weight.detach().to(device, dtype, non_blocking=True)
+        weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, Real):  # numpy's scalars are `Real` too
         raise TypeError(f"`{name}` must be an int, a float or a tensor of shape (), got {weight!r}.")
     weight = float(weight)

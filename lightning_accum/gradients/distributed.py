@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 def all_reduce_sum(trainer: Trainer, *values: Weight) -> Tensor:
     """Sum numbers over all ranks by one all-reduce; returns float64 of shape ``(len(values),)``."""
     device = trainer.strategy.root_device
-    mine = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+    # One copy to the device for all Python numbers.
+    mine = torch.tensor([0.0 if isinstance(v, Tensor) else v for v in values], dtype=torch.float64, device=device)
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor):
+            mine[place] = value
     total: Tensor = trainer.strategy.reduce(mine, reduce_op="sum")
     return total
 

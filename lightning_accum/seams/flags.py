@@ -58,10 +58,10 @@ class TrainerFlags:
 
     def hold_logs(self, trainer: Trainer) -> None:
         """Let step metrics be due at a window's last micro-batch only."""
-        if _LOG_EVERY in self._own and not loop.closes_window(trainer):
-            trainer.log_every_n_steps = NotDue(self._own[_LOG_EVERY])  # type: ignore[attr-defined]
-        else:
+        if _LOG_EVERY not in self._own or loop.closes_window(trainer):
             self.release_logs(trainer)
+        elif type(trainer.log_every_n_steps) is not NotDue:  # type: ignore[attr-defined]
+            trainer.log_every_n_steps = NotDue(self._own[_LOG_EVERY])  # type: ignore[attr-defined]
 
     def release_logs(self, trainer: Trainer) -> None:
         """Let step metrics be due as the user's own flag says."""

@@ -12,6 +12,7 @@ from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from lightning_accum.seams import hooks
 from lightning_accum.seams.roots import (
     EARLY_STOPPINGS,
     collect_rng_states,
@@ -37,6 +38,27 @@ def callbacks(trainer: Trainer) -> list[Callback]:
 def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
     """Exchange the list. Fact: Lightning may be iterating over the old one, which must not change."""
     trainer.callbacks = callbacks  # type: ignore[attr-defined]
+
+
+def call_first_before_steps(trainer: Trainer, callback: Callback) -> None:
+    """Let a callback's ``on_before_optimizer_step`` run before that of every other one, wherever it is in the list.
+
+    Fact: the precision plugin calls these hooks in `_after_closure`, between the unscaling and the clip. Until
+    `hooks.unshadow_all`.
+    """
+    plugin = trainer.precision_plugin
+    own = plugin._after_closure
+
+    def after_closure(*args: object, **kwargs: object) -> None:
+        in_order = callbacks(trainer)
+        if callback in in_order[1:]:  # a finder inside the fit exchanges the list
+            set_callbacks(trainer, [callback, *(other for other in in_order if other is not callback)])
+        try:
+            own(*args, **kwargs)  # type: ignore[arg-type]
+        finally:
+            set_callbacks(trainer, in_order)
+
+    hooks.shadow(plugin, "_after_closure", after_closure)
 
 
 def closes_window(trainer: Trainer) -> bool:

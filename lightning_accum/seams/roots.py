@@ -18,7 +18,11 @@ __all__ = [
     "FACTOR_SCHEDULERS",
     "LIGHTNING_MODULES",
     "LIGHTNING_OPTIMIZERS",
+    "MIXED_PRECISIONS",
+    "PRECISIONS",
     "SIGTERM_EXCEPTIONS",
+    "SILENT_PROFILERS",
+    "STRATEGIES",
     "Callback",
     "LightningModule",
     "MisconfigurationException",
@@ -89,3 +93,7 @@ FACTOR_SCHEDULERS = _of_each("callbacks", "GradientAccumulationScheduler")
 LIGHTNING_MODULES = _of_each("core", "LightningModule")
 LIGHTNING_OPTIMIZERS = _of_each("core.optimizer", "LightningOptimizer")
 SIGTERM_EXCEPTIONS = _of_each("utilities.exceptions", "SIGTERMException")
+MIXED_PRECISIONS = _of_each("plugins.precision", "MixedPrecision")
+PRECISIONS = _of_each("plugins.precision", "Precision")
+SILENT_PROFILERS = _of_each("profilers", "PassThroughProfiler")
+STRATEGIES = _of_each("strategies", "Strategy")

@@ -17,7 +17,8 @@ from lightning_accum.gradients.buffers import Weight, trainable
 from lightning_accum.gradients.distributed import ranks_agree
 from lightning_accum.seams import logs, loop
 from lightning_accum.seams.roots import MisconfigurationException, garbage_collection_cuda, is_oom_error, rank_zero_info
-from lightning_accum.split.slicing import Slicer, batch_size, equal_sizes, pieces
+from lightning_accum.split.length import items_in
+from lightning_accum.split.slicing import Slicer, equal_sizes, pieces
 from lightning_accum.step.manual import ManualStep, Piece
 from lightning_accum.window.state import Accumulator
 
@@ -37,17 +38,19 @@ class SplitBatch:
         loss_fn: the user's.
         dim: the tensors' batch dimension.
         slicer: the user's, if there is one.
+        counter: the user's, if there is one.
     """
 
     batch: Any
     loss_fn: Callable[[Any], Any]
     dim: int
     slicer: Slicer | None
+    counter: Callable[[Any], int] | None = None
 
     @property
     def size(self) -> int:
         """Items in the batch."""
-        return batch_size(self.batch, self.dim)
+        return items_in(self.batch, self.dim, self.slicer, self.counter)
 
 
 def accumulate_split(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -39,20 +40,14 @@ class AutomaticDoor(Door):
         self._is_weighted = engine.options.weight_fn is not None
         engine.progress.sees_all_weights = engine.ranks.size == 1 or not self._is_weighted
         self._sums_losses = False
+        # None while the scheduler's hooks do not run: in a finder inside the fit, in a pass for statistics.
+        self._window: Accumulator | None = None
         self._weight: Weight = 1.0
         self._skips: list[Callable[[], bool]] = []  # each tells whether the step under way was skipped
 
-    @property
-    def _window(self) -> Accumulator:
-        return self._engine.progress.accumulator(0)
-
-    @property
-    def _works(self) -> bool:
-        return self._engine.flags.in_charge(self._trainer)
-
     @override
     def extends_overdue(self) -> bool:
-        return self._window.is_pending
+        return self._engine.progress.window.is_pending
 
     @override
     def begin_fit(self, schedule: Schedule) -> None:
@@ -61,19 +56,28 @@ class AutomaticDoor(Door):
     @override
     def start(self) -> None:
         self._sums_losses = effective_step.has_listeners(self._trainer, self._module)
+        # Not by the hooks around the backward, each of which Lightning calls for a fiftieth of a tiny model's time.
+        plugin = self._trainer.precision_plugin
+        hooks.cover(plugin, "backward", partial(self._backward, plugin.backward))
         sync_first_backward(self._trainer)
 
     @override
     def begin_batch(self, batch: object) -> None:
-        self._engine.batch = loop.all_batches(self._trainer)
-        self._weight = self._engine.weigh(batch, self._module.device)
+        engine = self._engine
+        self._window, engine.batch = engine.progress.accumulator(0), loop.all_batches(self._trainer)
+        self._weight = engine.weigh(batch, self._module.device)
 
-    @override
-    def before_backward(self, loss: Tensor) -> None:
-        """Weigh the micro-batch: its gradient is multiplied while it flows, and the loss that is logged is not."""
-        if not self._works:
+    def _backward(self, own_backward: hooks.Hook, loss: Tensor, *args: object, **kwargs: object) -> None:
+        """Run the precision plugin's backward, as a contribution."""
+        if (window := self._window) is None:
+            own_backward(loss, *args, **kwargs)
             return
-        window = self._window
+        self._weigh(window, loss)
+        own_backward(loss, *args, **kwargs)
+        self._engine.end_backward(window, synced=False)
+
+    def _weigh(self, window: Accumulator, loss: Tensor) -> None:
+        """Weigh the micro-batch: its gradient is multiplied while it flows, and the loss that is logged is not."""
         if window.phase in (Phase.STEPPING, Phase.STEPPED):
             if window.micro_batches > 1:
                 raise refusals.evaluates_again(self._trainer.optimizers[0])
@@ -95,28 +99,22 @@ class AutomaticDoor(Door):
         return precision.unscaled(self._trainer, loss.detach()) * int(self._trainer.accumulate_grad_batches)
 
     @override
-    def after_backward(self) -> None:
-        if self._works:
-            self._engine.end_backward(self._window, synced=False)
-
-    @override
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Make the window's gradient the weighted mean; it is unscaled by now, and not clipped yet."""
-        if not self._works:
+        if (window := self._window) is None:
             if loop.skips_backward(self._trainer):
                 self._engine.gradients.drop(optimizer)
             return
         self._skips.clear()
         self._leave_out_clip_without_gradients()
-        scaler = precision.active_scaler(self._trainer) if self._window.micro_batches else None
+        scaler = precision.active_scaler(self._trainer) if window.micro_batches else None
         if scaler is not None:
-            contributes = self._engine.progress.last_batch == self._engine.batch
             self._skips.append(precision.ScaledStep(scaler, optimizer).finish)
-            if not contributes:
+            if self._engine.progress.last_batch != self._engine.batch:
                 self._step_for_lightning(scaler, optimizer)
         ranks = self._engine.ranks
         # Without `weight_fn` all ranks contribute as much: Lightning refuses a None of some of them.
-        self._engine.begin_step(self._window, ranks.window_totals if self._is_weighted else ranks.equal_totals)
+        self._engine.begin_step(window, ranks.window_totals if self._is_weighted else ranks.equal_totals)
 
     def _leave_out_clip_without_gradients(self) -> None:
         """Leave out the clip if a hook before the step has taken the gradients away: torch's, by value, needs some."""
@@ -149,38 +147,36 @@ class AutomaticDoor(Door):
     @override
     def end_batch(self) -> None:
         """Count the window that this micro-batch has closed, then report it."""
-        if not self._works:
+        window, self._window = self._window, None
+        if window is None or window.phase in (Phase.EMPTY, Phase.OPEN):
             return
-        self._end_step()
-        if self._window.phase is not Phase.STEPPED:
-            return
-        reports = self._sums_losses and self._window.totals.weight > 0
-        step = self._engine.report(self._window) if reports else None
+        self._end_step(window)
+        step = self._engine.report(window) if self._sums_losses and window.totals.weight else None
         self._engine.close(at=loop.ready_batches(self._trainer))
         if step is not None:
             effective_step.notify(self._trainer, self._module, step)
 
-    def _end_step(self) -> None:
+    def _end_step(self, window: Accumulator) -> None:
         skipped = [was_skipped() for was_skipped in self._skips]  # all of them: each takes its hook away
         self._skips.clear()
-        if self._window.phase is Phase.STEPPING:
-            self._window.end_step(moved=not any(skipped))
+        if window.phase is Phase.STEPPING:
+            window.end_step(moved=not any(skipped))
 
     @override
     def before_save(self) -> None:
         if loop.batch_is_processed(self._trainer):  # callbacks before the scheduler save before `end_batch`
-            self._end_step()
+            self._end_step(self._engine.progress.accumulator(0))
 
     @override
     def end_epoch(self) -> bool:
-        return self._window.is_pending
+        return self._engine.progress.window.is_pending
 
     @override
     def begin_epoch(self) -> None:
         """Drop a window that the loop has left open: nothing steps with it in automatic optimization."""
         progress = self._engine.progress
         if progress.window.length is not None and progress.window.is_pending:
-            advice.warn_of_dropped_window(self._window.micro_batches)
+            advice.warn_of_dropped_window(progress.accumulator(0).micro_batches)
             self._engine.drop()
 
     @override

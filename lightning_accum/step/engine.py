@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum.checks import advice
-from lightning_accum.checks.arguments import as_weight, gradients_are_gone
+from lightning_accum.checks.arguments import as_weight, refuse_lost_gradients
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients.buffers import Weight, WindowGradients, any_gradient
+from lightning_accum.gradients.buffers import Weight, witness
 from lightning_accum.gradients.distributed import Ranks
+from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule.factors import PartialWindow, Schedule
 from lightning_accum.seams import hooks
 from lightning_accum.seams.flags import TrainerFlags
@@ -87,8 +88,8 @@ class Engine:
             self._drop_failed(window)
         optimizer = self.trainer.optimizers[window.index]
         self.gradients.turn_to(optimizer)
-        if window.has_gradients and not any_gradient(optimizer):
-            raise gradients_are_gone()
+        if window.witness is not None and window.witness.grad is None:
+            refuse_lost_gradients(window.witness, optimizer)
         self.gradients.mask(optimizer, contribution.weight)
         return window.begin_backward(contribution, length, divided_by)
 
@@ -108,24 +109,24 @@ class Engine:
         return self.gradients.apart([optimizers[window.index] for window in windows], optimizers)
 
     @contextmanager
-    def scaled_alike(self, windows: Sequence[Accumulator]) -> Iterator[None]:
-        """Let one backward contribute to several windows, with the factor of the first one.
+    def together(self, windows: Sequence[Accumulator]) -> Iterator[None]:
+        """Let one backward contribute to several windows, and to no other, with the factor of the first one.
 
         Their units differ where they have summed unlike weights, in this window or before.
         """
-        optimizers = [self.trainer.optimizers[window.index] for window in windows]
-        ratios = [window.unit / windows[0].unit for window in windows]
-        for optimizer, ratio in zip(optimizers[1:], ratios[1:], strict=True):
+        others = [self.trainer.optimizers[window.index] for window in windows[1:]]
+        ratios = [window.unit / windows[0].unit for window in windows[1:]]
+        for optimizer, ratio in zip(others, ratios, strict=True):
             self.gradients.scale(optimizer, ratio)
-        yield
-        for optimizer, ratio in zip(optimizers[1:], ratios[1:], strict=True):
+        with self.apart(*windows):
+            yield
+        for optimizer, ratio in zip(others, ratios, strict=True):
             self.gradients.scale(optimizer, 1 / ratio)
 
     def end_backward(self, window: Accumulator, *, synced: bool) -> None:
         """Count the announced contribution; its gradient is in ``.grad``."""
         self.gradients.unmask()
-        has_gradients = any_gradient(self.trainer.optimizers[window.index])
-        window.end_backward(has_gradients=has_gradients, has_synced=synced)
+        window.end_backward(witness(self.trainer.optimizers[window.index], window.witness), has_synced=synced)
         self.progress.last_batch = self.batch
 
     def begin_step(
@@ -211,12 +212,6 @@ class Door:
 
     def begin_batch(self, batch: object) -> None:
         """A micro-batch begins."""
-
-    def before_backward(self, loss: Tensor) -> None:
-        """A backward begins."""
-
-    def after_backward(self) -> None:
-        """A backward has ended."""
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Gradients are unscaled, and not clipped yet."""

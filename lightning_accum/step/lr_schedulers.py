@@ -54,7 +54,10 @@ class LRSchedulers:
 
         Where a validation follows, those whose metric training has not logged wait for its end, as Lightning's do.
         """
+        if not self._awaiting_metric:
+            return
         waiting, self._awaiting_metric = self._awaiting_metric, []
+        validates = validates and loop.validates_now(trainer)
         for config in waiting:
             if validates and not logs.is_logged(trainer, self._monitor(config)):
                 self._awaiting_metric.append(config)

@@ -11,9 +11,10 @@ from torch import Tensor
 from lightning_accum import effective_step
 from lightning_accum.checks import advice, arguments, refusals
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients.buffers import Weight, any_gradient, trainable, weighs_nothing
+from lightning_accum.gradients.buffers import Weight, trainable, weighs_nothing, witness
 from lightning_accum.gradients.precision import LOW_PRECISION, real_divisor
 from lightning_accum.seams import hooks, loop
+from lightning_accum.seams.backward import UnheardBackward
 from lightning_accum.step.clean import CleanGradients
 from lightning_accum.step.engine import Engine
 from lightning_accum.step.lr_schedulers import LRSchedulers
@@ -65,6 +66,7 @@ class ManualStep:
         self.engine, self.module, self.trainer, self.ranks = engine, module, engine.trainer, engine.ranks
         self.lr_schedulers = lr_schedulers
         self.optimizer_step = OptimizerStep(engine, module)
+        self._backward = UnheardBackward(engine.trainer, module)
         self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
         self._clean = CleanGradients(engine)
         self.calls = 0  # of `accumulate`, in this fit
@@ -129,9 +131,8 @@ class ManualStep:
         scale, *_ = [self._begin(window, contribution, loss.dtype) for window in windows]
         if counts:
             scaled = loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale)
-            alike, alone = self.engine.scaled_alike(windows), self.engine.apart(*windows)
-            with alike, alone, self.ranks.backward(loss.device, last=last):
-                self.module.manual_backward(scaled, **self._keywords(keeps_graph))
+            with self.engine.together(windows), self.ranks.backward(loss.device, last=last):
+                self._backward.run(scaled, **self._keywords(keeps_graph))
         for window in windows:
             self.engine.end_backward(window, synced=counts and last)  # only now does it count
 
@@ -234,15 +235,14 @@ class ManualStep:
         optimizer = optimizers[window.index]
         self.engine.gradients.turn_to(optimizer)
         self.engine.drop_if_failed(window)
-        if window.has_gradients and not any_gradient(optimizer):
-            raise arguments.gradients_are_gone()
+        arguments.refuse_lost_gradients(window.witness, optimizer)
         if window.phase is Phase.EMPTY and self._is_alone:
             self._clean.check(window.index)
         if not self._is_alone and not window.has_synced:
             window.begin_backward(None, int(self.trainer.accumulate_grad_batches))
             with self.engine.apart(window):
                 self.ranks.zero_backward(trainable(optimizer) if len(optimizers) > 1 else self.module.parameters())
-            window.end_backward(has_gradients=any_gradient(optimizer), has_synced=True)
+            window.end_backward(witness(optimizer), has_synced=True)
 
     def _warn_if_never_called(self, output: object) -> None:
         if output is not None and not self.calls:

@@ -52,7 +52,7 @@ class ManualDoor(Door):
         self._step = step = ManualStep(engine, module, self._lr_schedulers)
         self._guard = HandStepGuard(engine.progress)
         engine.progress.sees_all_weights = engine.ranks.size == 1
-        hooks.shadow_once(module, "configure_optimizers", self._lr_schedulers.recording(module.configure_optimizers))
+        hooks.shadow(module, "configure_optimizers", self._lr_schedulers.recording(module.configure_optimizers))
         if hooks.is_set_on_object(module, "training_step"):  # there the class's wrapper does not run
             own_step = module.training_step
             hooks.shadow(module, "training_step", lambda *args, **kwargs: step.run(own_step, *args, **kwargs))
@@ -68,12 +68,16 @@ class ManualDoor(Door):
 
     @override
     def start(self) -> None:
-        self._guard.install(self._trainer.optimizers)
+        self._guard.follow(self._trainer.optimizers)
+
+    @override
+    def begin_batch(self, batch: object) -> None:
+        self._guard.follow(self._trainer.optimizers)
 
     @override
     def end_batch(self) -> None:
         if self._engine.progress.closed_batch == self._engine.batch:
-            self._lr_schedulers.after_batch(self._trainer, self._module, validates=loop.validates_now(self._trainer))
+            self._lr_schedulers.after_batch(self._trainer, self._module, validates=True)
             self._engine.ranks.broadcast_buffers_again()
 
     @override

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_accum.gradients.buffers import Weight, WindowGradients, any_gradient, parameters
+from lightning_accum.gradients.buffers import Weight, parameters, witness
 from lightning_accum.gradients.distributed import all_reduce_max, all_reduce_mean, all_reduce_sum, is_sharded
 from lightning_accum.gradients.precision import active_scaler, loss_scale
+from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.seams import loop
 from lightning_accum.window.progress import Progress, State
 from lightning_accum.window.state import Accumulator, Phase
@@ -181,8 +182,8 @@ def _unpack(trainer: Trainer, progress: Progress, gradients: WindowGradients, pa
         optimizer = trainer.optimizers[i]
         gradients.hold(optimizer, [None if g is None else g * factor for g in kept["gradients"]])
         sums = Totals(_share(kept["weight"], trainer), _share(kept["loss"], trainer), ceil(kept["batches"] / ranks))
-        micro_batches, has_gradients = ceil(kept["micro_batches"] / ranks), any_gradient(optimizer)
-        progress.accumulator(i).restore(sums, micro_batches, kept["length"], has_gradients=has_gradients)
+        micro_batches = ceil(kept["micro_batches"] / ranks)
+        progress.accumulator(i).restore(sums, micro_batches, kept["length"], witness(optimizer))
 
 
 def _share(total: Weight, trainer: Trainer) -> Weight:

@@ -120,7 +120,8 @@ class WindowPlacement:
             self._open(trainer, batch_idx + 1 - length.opened_at, length.opened_at, length.factor)
         elif moves_on:
             self._open_next(trainer, batch_idx)
-        self._correct_logger_step(trainer)
+        if not self._ends_with_epoch:
+            self._correct_logger_step(trainer)
         self._flags.hold_logs(trainer)
         return moves_on
 

@@ -32,7 +32,10 @@ class Window:
     @property
     def is_pending(self) -> bool:
         """Whether any optimizer's part holds contributions whose step is not over."""
-        return any(accumulator.is_pending for accumulator in self.accumulators.values())
+        for accumulator in self.accumulators.values():  # noqa: SIM110  no generator: it runs in every micro-batch
+            if accumulator.is_pending:
+                return True
+        return False
 
     @property
     def has_moved(self) -> bool:

@@ -51,7 +51,6 @@ class Accumulator:
     __slots__ = (
         "_announced",
         "batches",
-        "has_gradients",
         "has_moved",
         "has_synced",
         "history",
@@ -63,6 +62,7 @@ class Accumulator:
         "sees_all_weights",
         "totals",
         "weight",
+        "witness",
     )
 
     def __init__(self, history: History, index: int = 0, *, sees_all_weights: bool = True) -> None:
@@ -80,17 +80,17 @@ class Accumulator:
         self.weight: Weight = 0.0
         self.loss: Weight = 0.0
         self.totals = Totals(0.0, 0.0, 0)
-        self.has_gradients = False  # a backward has left some in ``.grad``, where they must stay until the step
+        self.witness: Tensor | None = None  # a parameter that a backward has left a gradient in
         self.has_synced = False  # the last backward was synced over the ranks
         self.has_moved = False  # the step has changed the weights
         self._announced: Contribution | None = None
 
-    def restore(self, sums: Totals, micro_batches: int, length: float, *, has_gradients: bool) -> None:
+    def restore(self, sums: Totals, micro_batches: int, length: float, witness: Tensor | None) -> None:
         """Continue a window that a checkpoint was made in."""
         self.expect(Phase.EMPTY)
         self.phase, self.length, self.micro_batches = Phase.OPEN, length, micro_batches
         self.weight, self.loss, self.batches, _ = sums
-        self.has_gradients = has_gradients
+        self.witness = witness
 
     def remember(self) -> Callable[[], None]:
         """Keep what contributions change; what is returned puts it back."""
@@ -117,7 +117,8 @@ class Accumulator:
         """
         if self.phase is Phase.BACKWARD:
             self.drop()
-        self.expect(Phase.EMPTY, Phase.OPEN)
+        if self.phase is not Phase.OPEN:
+            self.expect(Phase.EMPTY, Phase.OPEN)
         if self.micro_batches == 0:
             self.length = length  # for the whole window: its gradients are scaled by it
         self.phase, self._announced = Phase.BACKWARD, contribution
@@ -127,11 +128,12 @@ class Accumulator:
             self.history.mean_weight = _first_mean_weight(contribution) if self.sees_all_weights else 1.0
         return contribution.weight * divided_by / self.unit
 
-    def end_backward(self, *, has_gradients: bool = True, has_synced: bool = False) -> None:
+    def end_backward(self, witness: Tensor | None = None, *, has_synced: bool = False) -> None:
         """Commit the announced contribution: its gradient is in ``.grad``."""
-        self.expect(Phase.BACKWARD)
+        if self.phase is not Phase.BACKWARD:
+            self.expect(Phase.BACKWARD)
         self.phase = Phase.OPEN
-        self.has_gradients, self.has_synced = has_gradients, has_synced
+        self.witness, self.has_synced = witness, has_synced
         if (added := self._announced) is None:
             return
         self.micro_batches += 1

@@ -12,7 +12,7 @@ from helpers import Toy, as_given, make_batches, ones
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_accum.gradients.buffers import WindowGradients
+from lightning_accum.gradients.window import WindowGradients
 
 
 class Token:

@@ -28,6 +28,12 @@ CLIPS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat CPU weights as a device's, which are not read: a weight that is on the CPU waits for nothing."""
+    monkeypatch.setattr("lightning_accum.checks.arguments.is_on_host", lambda weight: False)
+
+
 class Reads(TorchDispatchMode):
     """Notes, for every number that is read from a tensor, the micro-batch at hand."""
 

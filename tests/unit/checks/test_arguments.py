@@ -16,8 +16,8 @@ from lightning_accum.checks.arguments import (
     as_weight,
     check_loss,
     check_no_gradients,
-    gradients_are_gone,
     optimizer_position,
+    refuse_lost_gradients,
 )
 
 CPU = torch.device("cpu")
@@ -74,7 +74,16 @@ def test_a_scalar_with_a_graph_is_a_loss() -> None:
     check_loss(torch.ones((), requires_grad=True))
 
 
-@pytest.mark.parametrize("weight", [3, 3.0, np.float32(3), np.int64(3), Fraction(3)], ids=repr)
+@pytest.fixture
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors stand in for a device's, whose values the host does not know."""
+    monkeypatch.setattr("lightning_accum.checks.arguments.is_on_host", lambda weight: False)
+
+
+ON_THE_HOST = [torch.tensor(3), torch.tensor(3.0, dtype=torch.float16), torch.tensor(3.0, requires_grad=True)]
+
+
+@pytest.mark.parametrize("weight", [3, 3.0, np.float32(3), np.int64(3), Fraction(3), *ON_THE_HOST], ids=repr)
 def test_a_number_becomes_a_float(weight: Any) -> None:
     assert type(as_weight(weight, CPU)) is float
     assert as_weight(weight, CPU) == 3.0
@@ -86,14 +95,14 @@ def test_a_number_becomes_a_float(weight: Any) -> None:
     [torch.tensor(3), torch.tensor(3.0), torch.tensor(3.0, dtype=torch.float16), torch.tensor(3.0, requires_grad=True)],
     ids=["int", "float32", "float16", "with a graph"],
 )
-def test_a_tensor_stays_a_detached_tensor_in_float64(weight: Tensor) -> None:
+def test_a_devices_tensor_stays_a_detached_tensor_in_float64(weight: Tensor, on_a_device: None) -> None:
     kept = as_weight(weight, CPU)
     assert isinstance(kept, Tensor)
     assert (kept.dtype, kept.shape, kept.device, kept.requires_grad) == (torch.float64, (), CPU, False)
     assert kept.item() == 3.0
 
 
-def test_a_tensor_is_moved_to_the_device_without_a_look_at_it() -> None:
+def test_a_devices_tensor_is_moved_to_the_losses_without_a_look_at_it(on_a_device: None) -> None:
     moved = as_weight(torch.tensor(-1.0), torch.device("meta"))
     assert isinstance(moved, Tensor)
     assert moved.device.type == "meta"  # which has no values to look at
@@ -127,7 +136,11 @@ def test_a_bad_weight_is_refused_by_the_name_it_was_given_under(
 def test_an_open_window_has_gradients_and_an_empty_one_none() -> None:
     (optimizer,) = make_optimizers(1)
     check_no_gradients(optimizer)
-    assert "window are gone: `zero_grad()` was called by hand" in str(gradients_are_gone())
-    optimizer.param_groups[0]["params"][0].grad = torch.zeros(1)
+    (parameter,) = optimizer.param_groups[0]["params"]
+    refuse_lost_gradients(None, optimizer)
+    with pytest.raises(RuntimeError, match=r"window are gone: `zero_grad\(\)` was called by hand"):
+        refuse_lost_gradients(parameter, optimizer)
+    parameter.grad = torch.zeros(1)
+    refuse_lost_gradients(parameter, optimizer)
     with pytest.raises(RuntimeError, match=r"Found gradients that did not come from `accumulate`"):
         check_no_gradients(optimizer)

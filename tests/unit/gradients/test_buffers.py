@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lightning_accum.gradients.buffers import WindowGradients, parameters, scale, trainable
+from lightning_accum.gradients.buffers import parameters, scale, trainable
+from lightning_accum.gradients.window import WindowGradients
 
 
 def make_parameters(values: list[list[float]], dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from resume_helpers import Resumable, Saves, outcome, same, train
 from torch import nn
 
-from lightning_accum.gradients.buffers import WindowGradients
+from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.seams.window_length import WindowLength
 from lightning_accum.window import checkpoint as checkpoints
 from lightning_accum.window.progress import Progress, Window
@@ -216,7 +216,8 @@ def test_what_is_packed_is_unpacked_under_another_scale(weight: Any, scale: floa
     assert restore(alone(empty, scale=scale), other, state) is None
     assert grads(empty) == [[factor, -2.0 * factor], None]
     gone_on = other.accumulator(0)
-    assert (gone_on.phase, gone_on.length, gone_on.micro_batches, gone_on.has_gradients) == (Phase.OPEN, 4, 1, True)
+    assert (gone_on.phase, gone_on.length, gone_on.micro_batches) == (Phase.OPEN, 4, 1)
+    assert gone_on.witness is empty.param_groups[0]["params"][0]
     assert float(gone_on.weight) == 3.0
     assert float(gone_on.loss) == 6.0
 

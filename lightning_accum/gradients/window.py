@@ -1,0 +1,241 @@
+"""The gradients of an open window: kept from NaN, summed in float32 if asked, normalised, saved and restored."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_accum.gradients.buffers import Weight, drop, multiply, parameters, scale
+from lightning_accum.gradients.precision import LOW_PRECISION
+from lightning_accum.gradients.several import OwnGradients
+
+
+class Float32Gradients:
+    """Adds each micro-batch's gradient to a float32 buffer, and leaves ``.grad`` empty until the window closes.
+
+    In bf16 256 + 1 is 256: what is small against the sum so far is lost. It costs one float32 tensor per parameter in
+    low precision; ``.grad`` itself lives only until it is added.
+
+    References:
+        https://github.com/NVIDIA/Megatron-LM/issues/372, https://github.com/deepspeedai/DeepSpeed/issues/2768
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[Tensor, Tensor] = {}
+        self._handles: dict[Tensor, RemovableHandle] = {}
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Take over the gradients of those in low precision, as soon as a backward has made them."""
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.dtype in LOW_PRECISION and parameter not in self._handles:
+                handle = parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+                self._handles[parameter] = handle
+
+    def _take(self, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if parameter in self.sums:
+            self.sums[parameter] += gradient
+        else:
+            self.sums[parameter] = gradient.float()
+
+    def put_back(self, optimizer: Optimizer, factor: Weight) -> None:
+        """Multiply the sums in float32 and make them the gradients again, rounded once."""
+        summed = [parameter for parameter in parameters(optimizer) if parameter in self.sums]
+        totals = [self.sums.pop(parameter) for parameter in summed]
+        multiply(totals, factor)
+        gradients = [torch.empty_like(parameter) for parameter in summed]
+        if summed:
+            torch._foreach_copy_(gradients, totals)
+        for parameter, gradient in zip(summed, gradients, strict=True):
+            parameter.grad = gradient
+
+    def scale(self, optimizer: Optimizer, factor: Weight) -> None:
+        """Multiply what was summed for the optimizer."""
+        multiply([self.sums[parameter] for parameter in parameters(optimizer) if parameter in self.sums], factor)
+
+    def drop(self, optimizer: Optimizer) -> None:
+        """Forget what was summed for the optimizer."""
+        for parameter in parameters(optimizer):
+            self.sums.pop(parameter, None)
+
+    def remember(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
+        """Keep what was summed for the parameters; what is returned puts it back."""
+        kept = {p: self.sums[p].clone() if p in self.sums else None for p in parameters}
+
+        def put_back() -> None:
+            for parameter, total in kept.items():
+                self.sums.pop(parameter, None)
+                if total is not None:
+                    self.sums[parameter] = total
+
+        return put_back
+
+    def release(self) -> None:
+        """Let the parameters accumulate as they did; the sums stay."""
+        while self._handles:
+            self._handles.popitem()[1].remove()
+
+
+class WeightMask:
+    """Keeps the gradient of a micro-batch of weight 0 out of the sum, where it is NaN: the mean over no items.
+
+    0 * NaN is NaN, so that the weight alone does not. Whether a tensor weight is 0 is never read back: each gradient of
+    such a micro-batch passes one more operation.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Tensor | bool | None = None
+        self._zeros: dict[torch.dtype, Tensor] = {}  # on the CPU: `where` with the number 0 makes one each time
+        self._handles: dict[Tensor, RemovableHandle] = {}
+
+    def cover(self, parameters: Iterable[Tensor], weight: Weight) -> None:
+        """Watch the next backward; once a parameter is watched, it stays so until `release`."""
+        self.counts = weight > 0
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._handles:
+                self._handles[parameter] = parameter.register_hook(self._mask)  # type: ignore[no-untyped-call]
+
+    def _mask(self, gradient: Tensor) -> Tensor | None:
+        if self.counts is None or type(gradient) is not Tensor:  # a DTensor takes no mask
+            return None
+        if not isinstance(self.counts, Tensor):
+            return None if self.counts else torch.zeros_like(gradient)
+        zero = self._zeros.setdefault(gradient.dtype, torch.zeros((), dtype=gradient.dtype))
+        counts = self.counts.to(gradient.device)
+        if not gradient.is_sparse:
+            return torch.where(counts, gradient, zero)
+        # `where` takes no sparse tensor: its values are masked, and its entries stay where they are.
+        values = torch.where(counts, gradient._values(), zero)
+        coalesced = gradient.is_coalesced()
+        return torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape, is_coalesced=coalesced)
+
+    def release(self) -> None:
+        """Watch no more."""
+        while self._handles:
+            self._handles.popitem()[1].remove()
+
+
+class WindowGradients:
+    """What is done with the gradients of a window, from where it opens until it closes.
+
+    Args:
+        in_float32: whether gradients in bf16 and fp16 are summed in float32.
+    """
+
+    def __init__(self, in_float32: bool) -> None:
+        self.in_float32 = in_float32
+        self._float32 = Float32Gradients() if in_float32 else None
+        self._mask = WeightMask()
+        self._own = OwnGradients({} if self._float32 is None else self._float32.sums)
+
+    def start(self, optimizers: Iterable[Optimizer]) -> None:
+        """A fit begins, or a window: BackboneFinetuning unfreezes parameters and adds them in between."""
+        self._own.start([parameters(optimizer) for optimizer in optimizers])
+        if self._float32 is not None:
+            for optimizer in optimizers:
+                self._float32.watch(parameters(optimizer))
+
+    # Several optimizers
+
+    def turn_to(self, optimizer: Optimizer) -> None:
+        """Let ``.grad`` hold the optimizer's own window in parameters that others have too."""
+        if self._own.shared:
+            self._own.turn_to(optimizer, parameters(optimizer))
+
+    def share_parameters(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Whether any two of these have a parameter in common."""
+        shared = self._own.shared
+        return bool(shared) and max(Counter(p for o in optimizers for p in parameters(o) if p in shared).values()) > 1
+
+    def apart(self, own: Iterable[Optimizer], optimizers: Iterable[Optimizer]) -> AbstractContextManager[None]:
+        """Let the backwards in this context change the gradients of no optimizer but its own."""
+        mine = {parameter for optimizer in own for parameter in parameters(optimizer)}
+        others = {p: None for optimizer in optimizers for p in parameters(optimizer) if p not in mine}
+        return self._own.set_aside(others) if others else nullcontext()
+
+    # From a contribution to the step
+
+    def mask(self, optimizer: Optimizer, weight: Weight) -> None:
+        """Let the next backward add nothing if its weight is 0, whatever the loss is; for a number above 0, no work."""
+        if isinstance(weight, Tensor) or weight == 0:
+            self._mask.cover(parameters(optimizer), weight)
+        else:
+            self._mask.counts = None
+
+    def unmask(self) -> None:
+        """The backward is through."""
+        self._mask.counts = None
+
+    def scale(self, optimizer: Optimizer, factor: Weight) -> None:
+        """Multiply what the open window has summed."""
+        self.turn_to(optimizer)
+        scale(optimizer, factor)
+        if self._float32 is not None:
+            self._float32.scale(optimizer, factor)
+
+    def normalize(self, optimizer: Optimizer, correction: Weight) -> None:
+        """Make the optimizer's gradients the window's weighted mean."""
+        self.turn_to(optimizer)
+        scale(optimizer, correction)
+        if self._float32 is not None:
+            self._float32.put_back(optimizer, correction)
+
+    def drop(self, optimizer: Optimizer) -> None:
+        """Leave nothing to step with."""
+        self.turn_to(optimizer)
+        drop(optimizer)
+        if self._float32 is not None:
+            self._float32.drop(optimizer)
+
+    def held(self, optimizer: Optimizer) -> list[Tensor | None]:
+        """What the open window has summed, one entry for each parameter; the tensors themselves."""
+        self.turn_to(optimizer)
+        sums = {} if self._float32 is None else self._float32.sums
+        return [sums.get(parameter, parameter.grad) for parameter in parameters(optimizer)]
+
+    def hold(self, optimizer: Optimizer, totals: Iterable[Tensor | None]) -> None:
+        """Go on from what `held` gave."""
+        self.turn_to(optimizer)
+        for parameter, total in zip(parameters(optimizer), totals, strict=True):
+            if total is None:
+                continue
+            if self._float32 is not None and parameter.dtype in LOW_PRECISION:
+                self._float32.sums[parameter] = total.to(parameter.device, torch.float32)
+            else:
+                parameter.grad = total.to(parameter.device, parameter.dtype)
+
+    def release(self) -> None:
+        """The fit has ended; what an open window has summed can still be saved."""
+        self._mask.release()
+        if self._float32 is not None:
+            self._float32.release()
+
+    def remember(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
+        """Keep the gradients of an open window, if there are any; what is returned puts them back."""
+        kept = {p: None if p.grad is None else p.grad.clone() for p in parameters}
+        put_back_sums = None if self._float32 is None else self._float32.remember(kept)
+
+        def put_back() -> None:
+            for parameter, gradient in kept.items():
+                if gradient is None or parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad.copy_(gradient)  # in place: it may be a view of DDP's bucket
+            if put_back_sums is not None:
+                put_back_sums()
+
+        return put_back
+
+    def end(self) -> None:
+        """Forget the last fit."""
+        self.release()
+        self._own.start([])
+        if self._float32 is not None:
+            self._float32.sums.clear()
