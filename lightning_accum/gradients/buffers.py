@@ -24,7 +24,7 @@ def parameters(optimizer: Optimizer) -> Iterable[Tensor]:
 
 
 def takes_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether torch calls hooks around its step: not if it is Lightning's `Optimizable`, or was made without `super`."""
+    """Whether torch calls hooks around its step: not of Lightning's `Optimizable`, nor of one made without `super`."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 

@@ -179,6 +179,14 @@ class Ranks:
         """Whether ranks hold parts of the parameters."""
         return is_sharded(self._trainer)
 
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether a synced backward needs a gradient of every parameter.
+
+        Fact: DDP raises for one without, if an earlier backward that was not synced has used it on any rank.
+        """
+        return isinstance(self._trainer.strategy.model, DistributedDataParallel)
+
     def zero_backward(self, parameters: Iterable[Tensor]) -> None:
         """Take part in the window's synced backward without a contribution; gradients change by the sync alone."""
         if self.is_sharded:

@@ -47,10 +47,13 @@ class OwnGradients:
                     kept.put_back()
 
     @contextmanager
-    def set_aside(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+    def set_aside(self, parameters: Iterable[Tensor], *, leave_zeros: bool) -> Iterator[None]:
         """Take the gradients of these parameters away, and put them back, whatever was added in between."""
         held = [_Held(parameter, self._sums) for parameter in parameters]
         try:
+            if leave_zeros:
+                for one in held:
+                    one.leave_zeros()
             yield
         finally:
             for one in held:
@@ -69,6 +72,9 @@ class _Held:
         is_view = self._gradient is not None and self._gradient._is_view()
         self._copy = self._gradient.clone() if self._gradient is not None and is_view else None
         parameter.grad = None
+
+    def leave_zeros(self) -> None:
+        self._parameter.grad = torch.zeros_like(self._parameter)
 
     def put_back(self) -> None:
         if self._gradient is not None and self._copy is not None:

@@ -114,7 +114,9 @@ class WeightMask:
         # `where` takes no sparse tensor: its values are masked, and its entries stay where they are.
         values = torch.where(counts, gradient._values(), zero)
         coalesced = gradient.is_coalesced()
-        return torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape, is_coalesced=coalesced)
+        return torch.sparse_coo_tensor(
+            gradient._indices(), values, gradient.shape, is_coalesced=coalesced, check_invariants=False
+        )
 
     def release(self) -> None:
         """Watch no more."""
@@ -154,11 +156,19 @@ class WindowGradients:
         shared = self._own.shared
         return bool(shared) and max(Counter(p for o in optimizers for p in parameters(o) if p in shared).values()) > 1
 
-    def apart(self, own: Iterable[Optimizer], optimizers: Iterable[Optimizer]) -> AbstractContextManager[None]:
-        """Let the backwards in this context change the gradients of no optimizer but its own."""
+    def apart(
+        self, own: Iterable[Optimizer], optimizers: Iterable[Optimizer], *, leave_zeros: bool
+    ) -> AbstractContextManager[None]:
+        """Let the backwards in this context change the gradients of no optimizer but its own.
+
+        Args:
+            own: whose windows the backwards are for.
+            optimizers: all.
+            leave_zeros: whether the other gradients are zeros meanwhile, instead of None.
+        """
         mine = {parameter for optimizer in own for parameter in parameters(optimizer)}
         others = {p: None for optimizer in optimizers for p in parameters(optimizer) if p not in mine}
-        return self._own.set_aside(others) if others else nullcontext()
+        return self._own.set_aside(others, leave_zeros=leave_zeros) if others else nullcontext()
 
     # From a contribution to the step
 

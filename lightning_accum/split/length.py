@@ -60,7 +60,7 @@ def _may_be_items(entries: Sequence[Any], dim: int) -> bool:
     if dim != 0 or len(entries) < 2 or not all(isinstance(entry, Tensor) for entry in entries):
         return False
     dims, channels = {tensor.dim() for tensor in entries}, {tensor.shape[:1] for tensor in entries}
-    if len(dims) > 1 or len(channels) > 1 or (most := _MOST_CHANNELS.get(*dims, 0)) == 0:
+    if len(dims) > 1 or len(channels) > 1 or (most := _MOST_CHANNELS.get(max(dims), 0)) == 0:
         return False
     # Two columns of two dimensions, x and y, are what every loader gives.
     return entries[0].shape[0] <= most and (dims == {3} or len(entries) > 2)

@@ -114,14 +114,14 @@ def map_parts(batch: Any, function: Callable[[Any], Any]) -> Any:
 def _cut(batch: Any, start: int, stop: int, total: int, dim: int) -> Any:
     if isinstance(batch, Tensor):
         return _narrowed(batch, start, stop, total, dim) if batch.dim() > dim else batch
-    # A list of tensors is a container of columns, not a column of items, unless these are of another size.
-    if (
-        _is_column(batch)
-        and len(batch) == total
-        and not any(t.shape[dim : dim + 1] == (total,) for t in _tensors(batch))
-    ):
+    if _is_column(batch) and len(batch) == total and _holds_items(batch, total, dim):
         return batch[start:stop]
     return map_parts(batch, lambda part: _cut(part, start, stop, total, dim))
+
+
+def _holds_items(batch: object, total: int, dim: int) -> bool:
+    """Whether a list is a column of items; one of tensors is a container of columns, unless their size is another."""
+    return total not in [tensor.shape[dim] if tensor.dim() > dim else total for tensor in _tensors(batch)]
 
 
 def _narrowed(tensor: Tensor, start: int, stop: int, total: int, dim: int) -> Tensor:

@@ -106,7 +106,8 @@ class Engine:
         optimizers = self.trainer.optimizers
         if len(windows) == len(optimizers) or self.ranks.is_sharded:
             return nullcontext()
-        return self.gradients.apart([optimizers[window.index] for window in windows], optimizers)
+        own = [optimizers[window.index] for window in windows]
+        return self.gradients.apart(own, optimizers, leave_zeros=self.ranks.needs_gradients)
 
     @contextmanager
     def together(self, windows: Sequence[Accumulator]) -> Iterator[None]:

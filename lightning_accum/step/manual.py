@@ -105,14 +105,18 @@ class ManualStep:
         """Add one contribution to an optimizer's window; step if it is the last one."""
         windows, micro_batch = self._open_windows("accumulate(loss", optimizer)
         last = micro_batch.closes and not more
+        # A parameter of two of them needs its gradient twice, once for each window.
+        groups = [[window] for window in windows] if self.engine.share_parameters(windows) else [windows]
         if loss is not None and micro_batch.learns:
             arguments.check_loss(loss)
             weight = self._weigh(loss.device) if weight is None else arguments.as_weight(weight, loss.device)
-            # A parameter of two of them needs its gradient twice, once for each window.
-            groups = [[window] for window in windows] if self.engine.share_parameters(windows) else [windows]
             for group in groups:
                 self.contribute(group, loss, weight, last=last, keeps_graph=more or group is not groups[-1])
-        return [self.step(window) if last else None for window in windows][-1]
+        if not last:
+            return None
+        for group in groups:
+            self._complete(*group)  # by one backward, as on the ranks that had a loss
+        return [self.step(window) for window in windows][-1]
 
     def contribute(
         self,
@@ -229,20 +233,25 @@ class ManualStep:
         optimizers = self.module.optimizers()
         return optimizers if isinstance(optimizers, list) else [optimizers]
 
-    def _complete(self, window: Accumulator) -> None:
-        """Check the window's gradients, and take part in the other ranks' sync if this rank has not yet."""
+    def _complete(self, *windows: Accumulator) -> None:
+        """Check the windows' gradients, and take part in the other ranks' sync if this rank has not yet."""
         optimizers = self.trainer.optimizers
-        optimizer = optimizers[window.index]
-        self.engine.gradients.turn_to(optimizer)
-        self.engine.drop_if_failed(window)
-        arguments.refuse_lost_gradients(window.witness, optimizer)
-        if window.phase is Phase.EMPTY and self._is_alone:
-            self._clean.check(window.index)
-        if not self._is_alone and not window.has_synced:
+        for window in windows:
+            self.engine.gradients.turn_to(optimizers[window.index])
+            self.engine.drop_if_failed(window)
+            arguments.refuse_lost_gradients(window.witness, optimizers[window.index])
+            if window.phase is Phase.EMPTY and self._is_alone:
+                self._clean.check(window.index)
+        unsynced = [window for window in windows if not window.has_synced]
+        if self._is_alone or not unsynced:
+            return
+        for window in unsynced:
             window.begin_backward(None, int(self.trainer.accumulate_grad_batches))
-            with self.engine.apart(window):
-                self.ranks.zero_backward(trainable(optimizer) if len(optimizers) > 1 else self.module.parameters())
-            window.end_backward(witness(optimizer), has_synced=True)
+        own = [parameter for window in unsynced for parameter in trainable(optimizers[window.index])]
+        with self.engine.apart(*unsynced):
+            self.ranks.zero_backward(own if len(optimizers) > 1 else self.module.parameters())
+        for window in unsynced:
+            window.end_backward(witness(optimizers[window.index]), has_synced=True)
 
     def _warn_if_never_called(self, output: object) -> None:
         if output is not None and not self.calls:
