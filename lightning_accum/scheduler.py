@@ -13,9 +13,10 @@ from lightning_accum.checks.arguments import check_weight_fn
 from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule import resolve
 from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown, requested
-from lightning_accum.seams import hooks, loop
+from lightning_accum.seams import hooks, loop, restart
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.roots import SIGTERM_EXCEPTIONS, Callback, rank_zero_info
+from lightning_accum.step import resume
 from lightning_accum.step.doors import choose_door
 from lightning_accum.step.engine import Door, Engine, Options
 from lightning_accum.step.guards import check_first_backward
@@ -94,6 +95,7 @@ class AccumulationScheduler(Callback):
         self.is_attached = False  # by the mixin, for one fit
         self.gradients = WindowGradients(accumulate_in_float32)
         self.flags = TrainerFlags()
+        hooks.leave_out(self, "on_before_backward", "on_after_backward", "on_before_zero_grad")
         self._reset()
 
     def _reset(self) -> None:
@@ -121,9 +123,9 @@ class AccumulationScheduler(Callback):
         self.progress.load_state_dict(new_state(trainer))  # stays, if no epoch is left
         options = Options(self.weight_fn, self.partial_window, self.save_gradients, self.sync_each_micro_batch)
         self._engine = Engine(trainer, pl_module, options, self.progress, self.gradients, self.flags)
+        self._engine.scheduler = self
         self._door = choose_door(self._engine, pl_module)
         self._placement.begin_fit(trainer, pl_module)
-        loop.call_first_before_steps(trainer, self)  # gradients are final before anything else sees them
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -131,7 +133,6 @@ class AccumulationScheduler(Callback):
         loop.forget_data(trainer)
         schedule, in_float32 = self._placement.schedule, self.gradients.in_float32
         refusals.refuse_float32_over_ranks(trainer, in_float32)
-        refusals.refuse_loader_iterator(pl_module, schedule, weighs=self.weight_fn is not None)
         self._door.begin_fit(schedule)
         advice.warn_of_low_precision(trainer.optimizers, schedule, in_float32)
         self.gradients.start(trainer.optimizers)
@@ -140,9 +141,10 @@ class AccumulationScheduler(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restore(trainer)
+        state = self._restore(trainer)
         self._engine.guard_open_window()
         self._door.start()
+        resume.finish_batch_after_start(self._engine, self._door, state)
         refusals.refuse_unequal_loaders(trainer)
         schedule = self._placement.schedule
         advice.warn_at_start(trainer, pl_module, schedule, self.partial_window)
@@ -152,21 +154,27 @@ class AccumulationScheduler(Callback):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._door.begin_epoch()
+        if self._placement.follow_loader(trainer):  # `reload_dataloaders_every_n_epochs`
+            advice.warn_of_rounded_sizes(trainer, self._placement.schedule)
+            rank_zero_info(resolve.arithmetic(trainer, self._placement.schedule))
         self._placement.begin_epoch(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self.flags.in_charge(trainer):
+            hooks.pass_over(self, "on_train_batch_end", False)
             return
         if self._restored is not None:  # by a finder inside the fit, which loads what it has saved before it ran
             self._restore(trainer)
         if self._engine.ranks.size > 1:
             refusals.refuse_unequal_ends(trainer)
-        # Fact: Lightning's `batch_idx` is one behind where `training_step` takes the loader's iterator.
         place = loop.ready_batches(trainer) - 1
         if self._placement.begin_batch(trainer, place, extends_overdue=self._door.extends_overdue):
             self.gradients.start(trainer.optimizers)  # BackboneFinetuning adds parameters between windows
         self._door.begin_batch(batch)
+        # Inside a window that is guarded already, a micro-batch's end has nothing for us; a subclass may have more.
+        inside = self.flags.is_inside(trainer) and self.progress.window.is_pending
+        hooks.pass_over(self, "on_train_batch_end", inside and type(self) is AccumulationScheduler)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -187,6 +195,7 @@ class AccumulationScheduler(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flags.release_logs(trainer)
         self._placement.end_epoch(trainer, keeps_window=self._door.end_epoch())
+        restart.end_restart(trainer)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -205,20 +214,22 @@ class AccumulationScheduler(Callback):
 
     def _release(self, trainer: Trainer, module: LightningModule) -> None:
         self.flags.give_back(trainer)
+        hooks.pass_over(self, "on_train_batch_end", False)
         self.gradients.release()
         self._door.release()
-        hooks.unshadow_all(module, "on_validation_model_zero_grad", "configure_optimizers")
+        hooks.unshadow_all(module, "on_validation_model_zero_grad", "configure_optimizers", "on_train_start")
         hooks.unshadow_all(trainer.strategy, "backward", "block_backward_sync")
         hooks.unshadow_all(trainer.precision_plugin, "backward", "_after_closure")
 
     # Checkpoints
 
-    def _restore(self, trainer: Trainer) -> None:
+    def _restore(self, trainer: Trainer) -> State:
         """Go on where the checkpoint was made; without one, where Lightning's own counter stands."""
         state, self._restored = self._restored or new_state(trainer), None
         self.progress.load_state_dict(state)
         self._placement.resume(trainer, state["window"])
         advice.warn_of_lost_gradients(checkpoints.restore_gradients(trainer, self.progress, self.gradients, state))
+        return state
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -226,13 +237,20 @@ class AccumulationScheduler(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._door.before_save()
+        kept = self._door.before_save()
         why_not = None if self.save_gradients else "`save_gradients=False`"
         if why_not is None and self._has_failed and trainer.world_size > 1:
             why_not = "one rank may have failed alone"
         if checkpoints.batch_is_done(trainer, self.progress):
             loop.enter_batch_as_done(checkpoint)
-        checkpoint["callbacks"][self.state_key] |= checkpoints.snapshot(trainer, self.progress, self.gradients, why_not)
+        restart.keep_validation(trainer, checkpoint)
+        kept |= checkpoints.unfinished(trainer, self.progress)
+        kept |= checkpoints.snapshot(trainer, self.progress, self.gradients, why_not)
+        checkpoint["callbacks"][self.state_key] |= kept
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        restart.reopen_epoch(checkpoint)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

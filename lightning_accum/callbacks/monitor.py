@@ -56,7 +56,10 @@ class AccumulationMonitor(AccumulationCallback):
         self._samples = 0
         self._place: list[int] | None = None  # epoch and index of the last micro-batch in `_samples`
         self._last_index = -1
-        self._lr: float | Tensor | None = None
+        self._lr: tuple[int, float | Tensor] = (
+            -1,
+            0.0,
+        )  # the window that the first optimizer stepped in last, its rate
         self._logs_lr = True
 
     @override
@@ -82,7 +85,7 @@ class AccumulationMonitor(AccumulationCallback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         # Before the step: in automatic optimization the LR schedulers have advanced when `on_effective_step_end` runs.
         if optimizer is trainer.optimizers[0]:
-            self._lr = optimizer.param_groups[0]["lr"]
+            self._lr = current_window(trainer).index, optimizer.param_groups[0]["lr"]
 
     def on_effective_step_end(self, trainer: Trainer, pl_module: LightningModule, step: EffectiveStep) -> None:
         """Log the window's figures."""
@@ -98,8 +101,10 @@ class AccumulationMonitor(AccumulationCallback):
         if in_window is not None:
             metrics["accumulation/effective_batch_size"] = in_window
             metrics["accumulation/samples"] = self._samples
-        if self._lr is not None and self._logs_lr:
-            metrics["accumulation/lr"] = self._lr
+        if self._logs_lr:
+            stepped_in, lr = self._lr  # it may step behind this one, or not at all
+            present = trainer.optimizers[0].param_groups[0]["lr"]
+            metrics["accumulation/lr"] = lr if stepped_in == step.index else present
         logs.log_metrics(trainer, metrics)
 
     @override

@@ -154,6 +154,24 @@ def warn_of_plain_loader(trainer: Trainer) -> None:
         )
 
 
+def warn_of_endless_fit(max_steps: int) -> None:
+    """Warn about an epoch without a contribution in a fit that only optimizer steps can end."""
+    rank_zero_warn(
+        f"No micro-batch of this epoch contributed anything: `accumulate` was not called, or with None. Windows without"
+        f" a contribution take no optimizer step, so `Trainer(max_steps={max_steps})` alone never ends the fit. Give"
+        " `max_epochs` or `max_time` too."
+    )
+
+
+def warn_of_incomplete_batch() -> None:
+    """Warn about a micro-batch of which a resumed fit has only a part."""
+    rank_zero_warn(
+        "The checkpoint was made inside `training_step`, between two contributions of one micro-batch (pieces of"
+        " `accumulate_split`, or calls with `more=True`): those before it are kept, the others are lost, because the"
+        " loader does not give the micro-batch again. The window's mean is over what it holds."
+    )
+
+
 def warn_failed_backward(micro_batches: int) -> None:
     """Warn about a window that is dropped because a backward in it failed and the error was caught."""
     rank_zero_warn(

@@ -1,10 +1,12 @@
-"""Watch a model while it runs (random draws, buffers, rounding), and leave it as it was."""
+"""Watch a model while it runs: random draws, buffers, rounding."""
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from typing_extensions import override
+from typing_extensions import Self, override
+
+from lightning_accum.equivalence.generators import NUMPY, PYTHON, Source, default_generators, moved, states
 
 OUTSIDE = "loss_fn"  # the name under which draws outside every module's forward are reported
 
@@ -20,69 +24,139 @@ OUTSIDE = "loss_fn"  # the name under which draws outside every module's forward
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every operation, in forward and backward, with the module whose forward it belongs to.
 
-    Afterwards ``draws`` names the modules that drew random numbers, ``changed`` those whose forward changed their
-    buffers, ``outputs`` has the sum of the absolute outputs of each module with buffers of its own, and ``dtype`` is
-    the coarsest that numbers were rounded to.
+    Afterwards ``draws`` names the modules that drew random numbers from torch, ``host_draws`` those that drew from
+    Python's or numpy's generators, ``changed`` those whose forward changed their buffers, ``outputs`` has the sum of
+    the absolute outputs of each module with buffers of its own, and ``dtype`` is the coarsest that numbers were rounded
+    to.
 
     Args:
         modules: those to tell apart, by name.
-        fixed: names of modules whose draws all give the same number, for every item and in every forward.
+        fixed: names of modules whose draws from torch all give the same number, for every item and in every forward.
         dtype: the coarsest of the model's parameters.
+        sources: the generators of Python and numpy that are watched.
+        moves_on: whether a generator that an operation is given draws once more at first. Otherwise the pieces would
+            draw what the whole batch drew; no fit does that.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], fixed: Collection[str], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        fixed: Collection[str],
+        dtype: torch.dtype,
+        sources: Sequence[Source] = (PYTHON, NUMPY),
+        *,
+        moves_on: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fixed, self.dtype = fixed, dtype
         self.draws: set[str] = set()
+        self.host_draws: set[str] = set()
         self.changed: list[str] = []
         self.outputs: dict[str, float] = defaultdict(float)
         self._modules = modules
         self._names = {module: name for name, module in modules.items()}
         self._inside = [OUTSIDE]  # the forwards under way, innermost last
         self._before: dict[str, dict[str, Tensor]] = {}  # buffers
+        self._given: dict[torch.Generator, Tensor] = {}  # generators passed to operations, as they were at first
+        self._moves_on = moves_on
+        self._sources = [source for source in sources if source.on_host]
+        self._marks: list[bytes] = []
         self._hooks = ExitStack()
 
     @override
-    def __enter__(self) -> Any:
-        self._before = {name: _own_buffers(module) for name, module in self._modules.items()}
+    def __enter__(self) -> Self:
+        self._before = {name: own_buffers(module) for name, module in self._modules.items()}
+        self._marks = [source.mark() for source in self._sources]
         # Global hooks: none is registered on the user's modules.
         self._hooks.enter_context(register_module_forward_pre_hook(self._before_forward))
         self._hooks.enter_context(register_module_forward_hook(self._after_forward, always_call=True))
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     @override
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         self._hooks.close()
-        if exception[0] is None:
+        self.note_host_draws()
+        for generator, state in self._given.items():
+            generator.set_state(state)
+        if kind is None:
             self.changed = [name for name, module in self._modules.items() if _couples(module, self._before[name])]
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def note_host_draws(self) -> None:
+        """Attribute what Python's and numpy's generators drew since the last call to the forward under way."""
+        marks = [source.mark() for source in self._sources]
+        if marks != self._marks:
+            self.host_draws.add(self._inside[-1])
+        self._marks = marks
+
+    def forget_host_draws(self) -> None:
+        """Start over after a generator was set by hand."""
+        self._marks = [source.mark() for source in self._sources]
+
+    def _before_forward(self, module: nn.Module, args: object) -> None:
         if module in self._names:
+            self.note_host_draws()
             self._inside.append(self._names[module])
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         if module not in self._names:
             return
+        self.note_host_draws()
         self._inside.pop()
         if isinstance(output, Tensor) and module._buffers:
             self.outputs[self._names[module]] += float(output.detach().abs().sum())
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        generators = self._generators(args, kwargs or {}) if seeded else []
+        before = states(generators)
         results = func(*args, **(kwargs or {}))
         tensors = [t for t in (results if isinstance(results, (tuple, list)) else (results,)) if isinstance(t, Tensor)]
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws.add(self._inside[-1])
-            if self._inside[-1] in self.fixed:
-                for tensor in tensors:
-                    tensor.fill_(0.5)  # an integer becomes 0: an index that exists
+        # Attention has the tag without dropout too. Other devices' generators are not read: there the tag counts.
+        elsewhere = any(tensor.device.type not in ("cpu", "cuda") for tensor in tensors)
+        if seeded and (elsewhere or moved(before, states(generators))):
+            self._note_draw(tensors)
         # An operation rounds if its result is coarser than its finest operand.
         if (given := _precisions(args)) and (returned := _precisions(tensors)):
             coarsest = max(returned, key=epsilon)
-            if epsilon(coarsest) > max(epsilon(self.dtype), min(map(epsilon, given))):
-                self.dtype = coarsest
+            if epsilon(coarsest) > min(map(epsilon, given)):
+                self.note_rounding(coarsest)
         return results
+
+    def note_rounding(self, dtype: torch.dtype) -> None:
+        """Note that numbers were rounded to this precision."""
+        self.dtype = max(self.dtype, dtype, key=epsilon)
+
+    def _generators(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Generator]:
+        """Return torch's global generators and those that an operation is given."""
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+        for generator in given:
+            if generator not in self._given:
+                self._given[generator] = generator.get_state()
+                if self._moves_on:
+                    torch.rand((), generator=generator, device=generator.device)
+        return [*default_generators(), *given]
+
+    def _note_draw(self, tensors: list[Tensor]) -> None:
+        name = self._inside[-1] if len(self._inside) > 1 else self._recomputed()
+        self.draws.add(name)
+        if name in self.fixed:
+            for tensor in tensors:
+                tensor.fill_(0.5)  # an integer becomes 0: an index that exists
+
+    def _recomputed(self) -> str:
+        """Return the module whose ``forward`` runs without its hooks, as checkpointing recomputes it; or loss_fn."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None:
+            frame = frame.f_back
+            owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+            if isinstance(owner, nn.Module) and owner in self._names:
+                return self._names[owner]
+        return OUTSIDE
 
 
 def epsilon(dtype: torch.dtype) -> float:
@@ -90,11 +164,12 @@ def epsilon(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
 
 
-def _precisions(values: Collection[Any]) -> list[torch.dtype]:
+def _precisions(values: Collection[object]) -> list[torch.dtype]:
     return [value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 
-def _own_buffers(module: nn.Module) -> dict[str, Tensor]:
+def own_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a module's buffers, without its children's."""
     return {name: buffer.detach().clone() for name, buffer in module._buffers.items() if buffer is not None}
 
 
@@ -102,33 +177,5 @@ def _couples(module: nn.Module, before: dict[str, Tensor]) -> bool:
     """Return whether one forward of a layer can affect the next one, or its items each other."""
     if isinstance(module, _BatchNorm) and module.running_mean is None:
         return True  # it has no buffer to change, and takes the batch's statistics even in eval mode
-    now = _own_buffers(module)
+    now = own_buffers(module)
     return now.keys() != before.keys() or any(not torch.equal(now[name], before[name]) for name in now)
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore a module's attributes, tensors and gradients, and torch's random generators, bit by bit.
-
-    Inside, the parameters have no gradients.
-    """
-    attributes = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    tensors = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    # Reading the generators of CUDA devices would initialize CUDA.
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices):
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            for now, before, buffers in attributes:
-                now.clear()
-                now.update(before)  # includes the training mode
-                now["_buffers"].update(buffers)  # a forward may assign a new tensor instead of changing the old one
-            for tensor, value in tensors:
-                if not torch.equal(tensor, value):  # NaN never equals itself, and is copied back
-                    tensor.detach().copy_(value)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient

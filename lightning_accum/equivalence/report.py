@@ -4,51 +4,29 @@ from __future__ import annotations
 
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
-from math import sqrt
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from math import isfinite, sqrt
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from lightning_accum.equivalence.observe import untouched
-from lightning_accum.equivalence.trial import LossFn, Outcome, Shares, Suspect, SuspectKind, Trial
+from lightning_accum.equivalence.causes import Cause, find_causes
+from lightning_accum.equivalence.generators import sources_of
+from lightning_accum.equivalence.outcome import Outcome
+from lightning_accum.equivalence.restore import untouched
+from lightning_accum.equivalence.trial import LossFn, Trial
+from lightning_accum.seams.plotting import figure_and_axes
 from lightning_accum.split.slicing import batch_size, even_sizes
 
-Kind = SuspectKind | Literal["sum", "weights", "coupled items"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-_SHOWN = 3  # layers of a class that are printed
-_WORST = 3  # parameters that a report names
-
-_ADVICE: dict[Kind, str] = {
-    "random draws": "every micro-batch has its own; the expected gradient is right, and no accumulation can do more",
-    "batch statistics": "computed per micro-batch, or kept from one to the next: use GroupNorm, or eval mode",
-    "sum": "the loss grows with the number of items: return its mean, or (loss / n, n)",
-    "weights": "the losses are means over {:.3f} to {:.3f} of the batch: return (loss, number of items), or (loss, 0)"
-    " where there are none",
-    "coupled items": "the loss compares or pools items: that part needs the whole batch at once (gradient caching)",
-}
-
-
-@dataclass(frozen=True)
-class Cause:
-    """One reason why the gradients differ.
-
-    Args:
-        kind: "random draws" or "batch statistics" of layers; a loss that is a "sum"; missing or wrong "weights";
-            "coupled items" if nothing else explains the difference.
-        where: the layers' names; "loss_fn" for draws outside every forward. Empty if the loss is the cause.
-        advice: what to do about it.
-    """
-
-    kind: Kind
-    where: tuple[str, ...]
-    advice: str
-
-    def __str__(self) -> str:
-        more = len(self.where) - _SHOWN
-        shown = ", ".join(self.where[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-        return f"{self.kind}{f' in {shown}' if shown else ''}\n    {self.advice}"
+_WORST = 3  # parameters that a summary names
+_DRAWN = 20  # parameters in a picture
+_INEXACT = "#c0392b"  # errors beyond the tolerance
+_EXACT = "#2471a3"
 
 
 @dataclass(frozen=True)
@@ -65,6 +43,7 @@ class EquivalenceReport:
         micro_batch_sizes: in items.
         worst_parameters: names and relative errors, largest first.
         causes: each was confirmed by trying; empty if the gradients are equal.
+        parameter_errors: names and relative errors of all parameters, largest first.
     """
 
     equal: bool
@@ -75,6 +54,7 @@ class EquivalenceReport:
     micro_batch_sizes: tuple[int, ...]
     worst_parameters: tuple[tuple[str, float], ...]
     causes: tuple[Cause, ...]
+    parameter_errors: tuple[tuple[str, float], ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
         sizes = "+".join(map(str, self.micro_batch_sizes))
@@ -87,20 +67,53 @@ class EquivalenceReport:
         ]
         return "\n".join([*lines, *(f"  cause: {cause}" for cause in self.causes)])
 
+    def plot(self, ax: Axes | None = None) -> tuple[Figure, Axes]:
+        """Draw the relative error of each parameter's gradient, worst first, with the tolerance as a line.
 
-def check_equivalence(model: nn.Module, batch: Any, loss_fn: LossFn, *, micro_batches: int = 4) -> EquivalenceReport:
+        Args:
+            ax: axes to draw into; None makes a figure.
+
+        Returns:
+            The figure and its axes. Of many parameters the twenty worst are drawn. Errors of 0 or below rounding are
+            drawn as the rounding error of `dtype`.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        shown = self.parameter_errors[:_DRAWN]
+        figure, ax = figure_and_axes(ax, figsize=(7, 1.5 + 0.25 * len(shown)), layout="constrained")
+        errors = [max(error, torch.finfo(self.dtype).eps) for _, error in shown]
+        # No axis has room for an infinite error: it is drawn beyond all others.
+        beyond = 10 * max([self.tolerance, *filter(isfinite, errors)])
+        lengths = [error if isfinite(error) else beyond for error in errors]
+        colours = [_INEXACT if error > self.tolerance else _EXACT for error in errors]
+        ax.barh(range(len(shown)), lengths, color=colours)
+        ax.set_yticks(range(len(shown)), [name for name, _ in shown])
+        ax.invert_yaxis()
+        ax.set_xscale("log")
+        ax.axvline(self.tolerance, color="black", linestyle="--", label=f"tolerance {self.tolerance:.1e}")
+        ax.set_xlabel("relative error of the accumulated gradient")
+        more = len(self.parameter_errors) - len(shown)
+        ax.set_title(("Equal" if self.equal else "NOT equal") + (f" ({more} more parameters)" if more else ""))
+        ax.legend()
+        return figure, ax
+
+
+def check_equivalence(model: nn.Module, batch: object, loss_fn: LossFn, *, micro_batches: int = 4) -> EquivalenceReport:
     """Compare the gradient of a whole batch with the one accumulated over its micro-batches, and find the causes.
 
     The check works on a copy in float64 if the model allows it, otherwise in the model's own precision. To find causes
     it switches off layers that draw random numbers, puts layers that keep statistics in eval mode, and reads the loss
-    as a sum or with other weights. A cause is what brings the error back when it alone is left in. This costs two more
-    passes over the batch for each class of such layers. Wrong weights are found only if there are more parameters than
-    micro-batches. The model, its gradients, buffers and modes, and torch's random generators are restored. Check a
-    model in the mode in which it trains.
+    as a sum or with other weights. A cause is what brings the error back when it alone is left in. This costs two to
+    four more passes over the batch for each class of such layers. Wrong weights are found only if there are more
+    parameters than micro-batches. All that the model holds is restored: tensors, gradients, modes, hooks and
+    containers; and the random generators of torch, numpy and Python. Check a model in the mode in which it trains.
 
     Args:
         model: any module on any device; a LightningModule needs no Trainer.
-        batch: as for `AccumulationMixin.accumulate_split`; on the model's device. At least one item per micro-batch.
+        batch: as for `AccumulationMixin.accumulate_split`; on the model's device. At least one item per micro-batch. A
+            module may define `batch_length(batch)`, which counts instead, and `slice_micro_batch(batch, start, stop)`,
+            which cuts instead.
         loss_fn: takes the module (a copy) and a batch of any size; returns ``loss``, a scalar ``()``, or
             ``(loss, weight)``. Without a weight a micro-batch weighs as many items as it has.
         micro_batches: into how many the batch is cut; their sizes differ by at most one.
@@ -120,12 +133,18 @@ def check_equivalence(model: nn.Module, batch: Any, loss_fn: LossFn, *, micro_ba
         >>> report.equal, report.causes[0].kind, report.causes[0].where
         (False, 'batch statistics', ('1',))
     """
-    items = batch_size(batch)
+    items = _length(model, batch)
     _check_number(micro_batches, items)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("`check_equivalence(model, ...)`: the model has no parameter that requires a gradient.")
-    with untouched(model):  # the loss may use it instead of the copy
+    with untouched(model, sources_of(loss_fn)):  # the loss may use the model instead of the copy
         return _report(*_run_first(model, batch, loss_fn, even_sizes(items, micro_batches)))
+
+
+def _length(model: nn.Module, batch: object) -> int:
+    """Return how many items the batch holds, by the module's `batch_length` if it has one."""
+    count = getattr(model, "batch_length", None)
+    return int(count(batch)) if callable(count) else batch_size(batch)
 
 
 def _check_number(micro_batches: int, items: int) -> None:
@@ -137,7 +156,7 @@ def _check_number(micro_batches: int, items: int) -> None:
         )
 
 
-def _run_first(model: nn.Module, batch: Any, loss_fn: LossFn, sizes: list[int]) -> tuple[Trial, Outcome]:
+def _run_first(model: nn.Module, batch: object, loss_fn: LossFn, sizes: list[int]) -> tuple[Trial, Outcome]:
     """Run the loss on a copy in float64; if that fails on a plain copy; if that fails too on the model itself."""
     for copied, dtype in ((_in_float64, torch.float64), (deepcopy, None)):
         with suppress(Exception):  # what is wrong with the loss itself fails again below
@@ -155,7 +174,7 @@ def _report(trial: Trial, outcome: Outcome) -> EquivalenceReport:
     errors = trial.errors(outcome, outcome.shares)
     tolerance = sqrt(torch.finfo(outcome.dtype).eps)
     relative_error = errors.pop("")
-    worst = sorted(errors.items(), key=lambda item: -item[1])[:_WORST]
+    worst = sorted(errors.items(), key=lambda item: -item[1])
     largest = max(relative_error, worst[0][1])
     return EquivalenceReport(
         equal=largest <= tolerance,
@@ -164,72 +183,7 @@ def _report(trial: Trial, outcome: Outcome) -> EquivalenceReport:
         tolerance=tolerance,
         dtype=outcome.dtype,
         micro_batch_sizes=tuple(trial.sizes),
-        worst_parameters=tuple(worst),
-        causes=() if largest <= tolerance else _find_causes(trial, outcome, tolerance),
+        worst_parameters=tuple(worst[:_WORST]),
+        causes=() if largest <= tolerance else find_causes(trial, outcome, tolerance),
+        parameter_errors=tuple(worst),
     )
-
-
-def _find_causes(trial: Trial, first: Outcome, tolerance: float) -> tuple[Cause, ...]:
-    """Switch all suspects off, then leave in one at a time: a cause brings the error back alone.
-
-    Args:
-        trial: runs the loss.
-        first: its outcome with nothing switched off.
-        tolerance: a larger error is no rounding error.
-    """
-    clean = trial.run(without=first.suspects) if first.suspects else first
-    kind, shares = _explain_loss(trial, clean, tolerance)
-    causes = []
-    for suspect in first.suspects:
-        alone = trial.run(without=[other for other in first.suspects if other is not suspect])
-        if kind == "coupled items":  # an error remains without any suspect, so an error proves nothing
-            is_cause = _has_effect(suspect, alone, clean, tolerance)
-        else:
-            is_cause = trial.error(alone, shares) > tolerance
-        if is_cause:
-            causes.append(Cause(suspect.kind, suspect.where, _ADVICE[suspect.kind]))
-    if kind is not None:
-        counted = [share or 0.0 for share in shares]
-        causes.append(Cause(kind, (), _ADVICE[kind].format(min(counted), max(counted))))
-    return tuple(causes)
-
-
-def _explain_loss(trial: Trial, clean: Outcome, tolerance: float) -> tuple[Kind | None, Shares]:
-    """Return what is wrong with the loss, and the shares of the pieces that make the gradients equal."""
-    readings: list[tuple[Kind | None, Shares | None]] = [
-        (None, clean.shares),
-        ("sum", [1.0] * len(clean.parts)),
-        ("weights", _solve_shares(clean, tolerance)),
-    ]
-    for kind, shares in readings:
-        if shares is not None and trial.error(clean, shares) <= tolerance:
-            return kind, shares
-    return "coupled items", clean.shares
-
-
-def _solve_shares(clean: Outcome, tolerance: float) -> Shares | None:
-    """Return shares with which the pieces' gradients sum to the whole one, if they are those of a weighted mean."""
-    finite = [i for i, part in enumerate(clean.parts) if part.isfinite().all()]
-    # One equation per parameter: with fewer parameters than pieces any loss would have a solution.
-    if not finite or len(clean.whole) <= len(finite):
-        return None
-    scale = clean.whole.norm()
-    columns = torch.stack([clean.parts[i] for i in finite], dim=1) / scale
-    solved = torch.linalg.lstsq(columns, (clean.whole / scale)[:, None], driver="gelsd").solution[:, 0]
-    # The equations do not require shares >= 0 that sum to 1: a solution that has both is no accident.
-    if solved.min() < -tolerance or abs(solved.sum() - 1) > tolerance:
-        return None
-    found = dict(zip(finite, solved.clamp(min=0).tolist(), strict=True))
-    return [found.get(i) for i in range(len(clean.parts))]
-
-
-def _has_effect(suspect: Suspect, alone: Outcome, clean: Outcome, tolerance: float) -> bool:
-    if suspect.kind == "random draws":  # they matter if the gradient depends on them
-        return bool((alone.whole - clean.whole).norm() > tolerance * clean.whole.norm())
-    # Batch statistics matter if the layer's output for the whole batch differs from that for its pieces.
-    return any(_differs(alone, name, tolerance) and not _differs(clean, name, tolerance) for name in suspect.where)
-
-
-def _differs(outcome: Outcome, name: str, tolerance: float) -> bool:
-    whole, in_pieces = outcome.outputs.get(name, (0.0, 0.0))
-    return abs(whole - in_pieces) > tolerance * abs(whole)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_accum.checks.arguments import as_weight, check_loss
-from lightning_accum.equivalence.observe import Watch, epsilon, untouched
+from lightning_accum.equivalence.generators import NUMPY, PYTHON, Source, sources_of
+from lightning_accum.equivalence.observe import Watch, epsilon, own_buffers
+from lightning_accum.equivalence.outcome import Hold, Outcome, Shares, Suspect, SuspectKind, Switches
+from lightning_accum.equivalence.restore import untouched
 from lightning_accum.gradients.buffers import weighs_nothing
 from lightning_accum.seams import hooks
 from lightning_accum.seams.roots import LIGHTNING_MODULES
@@ -20,43 +22,9 @@ from lightning_accum.split.slicing import map_parts, pieces
 
 LossFn = Callable[[Any, Any], Any]
 
-# Each piece's share of the accumulated gradient; None leaves the piece out, even if its gradient is NaN.
-Shares = Sequence[float | None]
-
-SuspectKind = Literal["random draws", "batch statistics"]
-
 # A parameter's error is relative to its own gradient norm, or to this share of the whole norm if that is larger: a
 # smaller gradient may be rounding error of 0, as for a bias before a BatchNorm.
 _NEGLIGIBLE = 1e-2
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """Layers of one class that draw random numbers or change their buffers in a forward."""
-
-    kind: SuspectKind
-    where: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Gradients of the whole batch and of its pieces: flat, float64, on the CPU.
-
-    Args:
-        whole: gradient of the whole batch.
-        parts: gradients of the pieces.
-        shares: the pieces' normalised weights, as returned by the loss, or by size.
-        dtype: the coarsest that numbers were rounded to.
-        suspects: layers that drew random numbers or changed buffers.
-        outputs: of layers with buffers, the sums of the absolute outputs: whole, and over the pieces.
-    """
-
-    whole: Tensor
-    parts: list[Tensor]
-    shares: list[float]
-    dtype: torch.dtype
-    suspects: list[Suspect]
-    outputs: dict[str, tuple[float, float]]
 
 
 class Trial:
@@ -71,30 +39,37 @@ class Trial:
     """
 
     def __init__(
-        self, model: nn.Module, batch: Any, loss_fn: LossFn, sizes: list[int], dtype: torch.dtype | None = None
+        self, model: nn.Module, batch: object, loss_fn: LossFn, sizes: list[int], dtype: torch.dtype | None = None
     ) -> None:
         self.model, self.batch, self.loss_fn, self.sizes, self.dtype = model, batch, loss_fn, sizes, dtype
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._modules = {name or f"{type(model).__name__}.forward": module for name, module in model.named_modules()}
+        self._sources = sources_of(loss_fn)
+        self.modules = {name or f"{type(model).__name__}.forward": module for name, module in model.named_modules()}
 
-    def run(self, without: Collection[Suspect] = ()) -> Outcome:
-        """Compute the gradients, whole and in pieces, with these suspects switched off."""
-        ((whole, _),), in_whole = self._observe([self.batch], without)
+    def run(self, without: Collection[Suspect] = (), *, fresh: Collection[str] = (), hold: Hold = "stream") -> Outcome:
+        """Compute the gradients, whole and in pieces.
+
+        Args:
+            without: suspects that are switched off.
+            fresh: names of layers whose buffers are put back before each piece.
+            hold: how draws on the host are held, if they are switched off.
+        """
+        switches = Switches(without, fresh, hold)
+        ((whole, _),), in_whole = self._observe([self.batch], switches)
         _check(whole)
         slicer = getattr(self.model, "slice_micro_batch", None)
         cut = pieces(self.batch, self.sizes, slicer=slicer)
-        parts, in_pieces = self._observe(cut, without, other_draws=True)
+        parts, in_pieces = self._observe(cut, switches, other_draws=True)
         weights = [size if weight is None else weight for size, (_, weight) in zip(self.sizes, parts, strict=True)]
         total = sum(weights)
         if total == 0:
             raise ValueError("`check_equivalence`: every micro-batch weighs 0, there is nothing to compare with.")
-        draws, changed = self._by_class("random draws", in_pieces.draws), in_pieces.changed
         return Outcome(
             whole,
             [gradient for gradient, _ in parts],
             [weight / total for weight in weights],
             in_pieces.dtype,
-            [*draws, *self._by_class("batch statistics", changed)],
+            self._suspects(in_pieces),
             {name: (in_whole.outputs[name], in_pieces.outputs[name]) for name in in_pieces.outputs},
         )
 
@@ -114,25 +89,51 @@ class Trial:
         return max(self.errors(outcome, shares).values())
 
     def _observe(
-        self, batches: Iterable[Any], without: Collection[Suspect], *, other_draws: bool = False
+        self, batches: Iterable[object], switches: Switches, *, other_draws: bool = False
     ) -> tuple[list[tuple[Tensor, float | None]], Watch]:
         """Return the gradient and the weight of each batch, and what was seen meanwhile."""
-        fixed = {name for suspect in without if suspect.kind == "random draws" for name in suspect.where}
-        watch = Watch(self._modules, fixed, max((p.dtype for p in self.parameters.values()), key=epsilon))
-        with untouched(self.model), torch.enable_grad():
-            self._switch_off(without)
+        fixed = {name for suspect in switches.off if suspect.kind == "random draws" for name in suspect.where}
+        coarsest = max((p.dtype for p in self.parameters.values()), key=epsilon)
+        with untouched(self.model, self._sources) as held, torch.enable_grad():
+            self._switch_off(switches)
             if isinstance(self.model, LIGHTNING_MODULES):
                 for log in ("log", "log_dict"):  # need a Trainer
                     hooks.shadow(self.model, log, lambda *args, **kwargs: None)
+            sources = [source for source in (PYTHON, NUMPY, *held.generators, *self._sources) if source.on_host]
+            if not switches.holds_host:
+                _move_on(sources, 1 + other_draws)
             if other_draws:
-                # With the same seed a single dropout layer could draw for the first piece what it drew for its items in
-                # the whole batch; no fit does that.
-                for device in {torch.device("cpu"), *(p.device for p in self.parameters.values())}:
-                    torch.rand((), device=device)
-            with watch:
-                return [self._gradient(batch) for batch in batches], watch
+                self._move_torch_on()
+            with Watch(self.modules, fixed, coarsest, sources, moves_on=other_draws) as watch:
+                reset = self._resetter(switches, sources, watch)
+                results = []
+                for batch in batches:
+                    reset()
+                    results.append(self._gradient(batch, watch))
+            return results, watch
 
-    def _gradient(self, batch: Any) -> tuple[Tensor, float | None]:
+    def _move_torch_on(self) -> None:
+        # With the same seed a single dropout layer could draw for the first piece what it drew for its items in the
+        # whole batch; no fit does that.
+        for device in {torch.device("cpu"), *(p.device for p in self.parameters.values())}:
+            torch.rand((), device=device)
+
+    def _resetter(self, switches: Switches, sources: Sequence[Source], watch: Watch) -> Callable[[], None]:
+        """Return what puts generators and buffers back before each batch, as far as the switches say so."""
+        buffers = {name: own_buffers(self.modules[name]) for name in switches.fresh}
+        states = [source.read() for source in sources] if switches.holds_host and switches.hold == "each" else []
+
+        def reset() -> None:
+            watch.note_host_draws()
+            for source, state in zip(sources, states, strict=False):
+                source.write(state)
+            watch.forget_host_draws()
+            for name, values in buffers.items():
+                self.modules[name]._buffers.update((key, value.clone()) for key, value in values.items())
+
+        return reset
+
+    def _gradient(self, batch: object, watch: Watch) -> tuple[Tensor, float | None]:
         for parameter in self.parameters.values():
             parameter.grad = None
         result = self.loss_fn(self.model, self._copied(batch))
@@ -141,34 +142,63 @@ class Trial:
             check_loss(loss, "loss_fn(model, batch)")
             loss.backward()
         gradient = torch.cat([_flat_gradient(parameter) for parameter in self.parameters.values()])
-        return gradient, None if weight is None else float(as_weight(weight, torch.device("cpu")))
+        if weight is None:
+            return gradient, None
+        value = float(as_weight(weight, torch.device("cpu")))
+        if isinstance(weight, Tensor) and weight.is_floating_point() and _is_rounded(value, weight.dtype):
+            watch.note_rounding(weight.dtype)
+        return gradient, value
 
-    def _copied(self, batch: Any) -> Any:
+    def _copied(self, batch: object) -> object:
         """Return the batch with its tensors cast, or cloned: the loss may change them in place."""
         if not isinstance(batch, Tensor):
             return map_parts(batch, self._copied)
         return batch.to(self.dtype, copy=True) if self.dtype and batch.is_floating_point() else batch.clone()
 
-    def _switch_off(self, suspects: Collection[Suspect]) -> None:
+    def _switch_off(self, switches: Switches) -> None:
         """Put the suspects' layers in eval mode."""
-        for name, kind in ((name, suspect.kind) for suspect in suspects for name in suspect.where):
-            module = self._modules.get(name)
+        for name, suspect in ((name, one) for one in switches.off for name in one.where):
+            module = self.modules.get(name)
             # In eval mode a module with children may do more than draw nothing; `Watch` fixes its draws instead.
-            if module is None or (kind == "random draws" and any(True for _ in module.children())):
+            is_held = suspect.kind == "random draws" and not (suspect.on_host and switches.hold == "eval")
+            if module is None or (is_held and any(True for _ in module.children())):
                 continue
             module.training = False
+            if callable(disable := getattr(module, "disable_observer", None)):  # of fake quantization: in any mode
+                disable()
             if isinstance(module, _BatchNorm) and module.running_mean is None:
                 like = next(iter(self.parameters.values()))
                 module.running_mean = torch.zeros(module.num_features, dtype=like.dtype, device=like.device)
                 module.running_var = torch.ones_like(module.running_mean)
 
+    def _suspects(self, watch: Watch) -> list[Suspect]:
+        on_host = tuple(name for name in self._in_order(watch.host_draws))
+        return [
+            *self._by_class("random draws", watch.draws - watch.host_draws),
+            *([Suspect("random draws", on_host, on_host=True)] if on_host else []),
+            *self._by_class("batch statistics", watch.changed),
+        ]
+
     def _by_class(self, kind: SuspectKind, names: Collection[str]) -> list[Suspect]:
         # One suspect for all layers of a class: finding causes costs one run per suspect.
         groups = defaultdict(list)
-        for name in (*self._modules, *(set(names) - set(self._modules))):  # in the model's order
-            if name in names:
-                groups[type(self._modules.get(name))].append(name)
+        for name in self._in_order(names):
+            groups[type(self.modules.get(name))].append(name)
         return [Suspect(kind, tuple(group)) for group in groups.values()]
+
+    def _in_order(self, names: Collection[str]) -> list[str]:
+        return [name for name in (*self.modules, *(set(names) - set(self.modules))) if name in names]
+
+
+def _move_on(sources: Iterable[Source], draws: int) -> None:
+    for source in sources:
+        for _ in range(draws):
+            source.draw()
+
+
+def _is_rounded(value: float, dtype: torch.dtype) -> bool:
+    """Return whether a number of this precision may be off: whole numbers up to a limit are exact, such as counts."""
+    return not value.is_integer() or abs(value) > 1 / epsilon(dtype)
 
 
 def _check(whole: Tensor) -> None:

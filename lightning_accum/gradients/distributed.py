@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accum.gradients.buffers import Weight
 from lightning_accum.gradients.precision import without_autocast
+from lightning_accum.gradients.zeros import zero_of
 from lightning_accum.seams import hooks, loop
 
 if TYPE_CHECKING:
@@ -89,23 +90,6 @@ def sync_first_backward(trainer: Trainer) -> None:
     model = trainer.strategy.model
     if isinstance(model, DistributedDataParallel) and model.static_graph:
         hooks.shadow_once(trainer.strategy, "block_backward_sync", nullcontext)
-
-
-def _with_sparse_gradients(module: torch.nn.Module) -> set[Tensor]:
-    """Return the parameters whose gradients are sparse. Fact: DDP asks the same, and expects such gradients of them."""
-    embeddings = (part for part in module.modules() if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)))
-    return {embedding.weight for embedding in embeddings if embedding.sparse}
-
-
-def _zero_of(parameter: Tensor, is_sparse: bool) -> Tensor:
-    """Return 0 with a graph that gives the parameter a gradient of zeros, of the kind that other backwards give."""
-    if is_sparse:
-        parameter = torch.nn.functional.embedding(
-            torch.zeros(1, dtype=torch.long, device=parameter.device), parameter, sparse=True
-        )
-    elif parameter.is_complex():
-        parameter = torch.view_as_real(parameter)
-    return 0 * parameter.sum()
 
 
 class Ranks:
@@ -195,10 +179,9 @@ class Ranks:
                 " the other ranks would wait forever. Let every rank call `accumulate` with a finite loss at each"
                 " micro-batch; with `weight=torch.tensor(0.0)` where it has nothing to contribute."
             )
-        sparse = _with_sparse_gradients(self._module)
-        zeros = [_zero_of(parameter, parameter in sparse) for parameter in parameters if parameter.requires_grad]
+        zero = zero_of(self._module, [parameter for parameter in parameters if parameter.requires_grad])
         with self.backward(self._module.device, last=True):
-            self._module.manual_backward(torch.stack(zeros).sum())
+            self._module.manual_backward(zero)
 
     def join_backward(self, before: int) -> None:
         """Take part in the other ranks' backward, if this rank's ``training_step`` has run none since ``before``.

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_accum.gradients.buffers import Weight, drop, multiply, parameters, scale
+from lightning_accum.gradients.masking import WeightMask
 from lightning_accum.gradients.precision import LOW_PRECISION
 from lightning_accum.gradients.several import OwnGradients
 
@@ -79,47 +80,6 @@ class Float32Gradients:
 
     def release(self) -> None:
         """Let the parameters accumulate as they did; the sums stay."""
-        while self._handles:
-            self._handles.popitem()[1].remove()
-
-
-class WeightMask:
-    """Keeps the gradient of a micro-batch of weight 0 out of the sum, where it is NaN: the mean over no items.
-
-    0 * NaN is NaN, so that the weight alone does not. Whether a tensor weight is 0 is never read back: each gradient of
-    such a micro-batch passes one more operation.
-    """
-
-    def __init__(self) -> None:
-        self.counts: Tensor | bool | None = None
-        self._zeros: dict[torch.dtype, Tensor] = {}  # on the CPU: `where` with the number 0 makes one each time
-        self._handles: dict[Tensor, RemovableHandle] = {}
-
-    def cover(self, parameters: Iterable[Tensor], weight: Weight) -> None:
-        """Watch the next backward; once a parameter is watched, it stays so until `release`."""
-        self.counts = weight > 0
-        for parameter in parameters:
-            if parameter.requires_grad and parameter not in self._handles:
-                self._handles[parameter] = parameter.register_hook(self._mask)  # type: ignore[no-untyped-call]
-
-    def _mask(self, gradient: Tensor) -> Tensor | None:
-        if self.counts is None or type(gradient) is not Tensor:  # a DTensor takes no mask
-            return None
-        if not isinstance(self.counts, Tensor):
-            return None if self.counts else torch.zeros_like(gradient)
-        zero = self._zeros.setdefault(gradient.dtype, torch.zeros((), dtype=gradient.dtype))
-        counts = self.counts.to(gradient.device)
-        if not gradient.is_sparse:
-            return torch.where(counts, gradient, zero)
-        # `where` takes no sparse tensor: its values are masked, and its entries stay where they are.
-        values = torch.where(counts, gradient._values(), zero)
-        coalesced = gradient.is_coalesced()
-        return torch.sparse_coo_tensor(
-            gradient._indices(), values, gradient.shape, is_coalesced=coalesced, check_invariants=False
-        )
-
-    def release(self) -> None:
-        """Watch no more."""
         while self._handles:
             self._handles.popitem()[1].remove()
 

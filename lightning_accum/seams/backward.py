@@ -22,7 +22,7 @@ from lightning_accum.seams.roots import (
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 
-_HOOKS = ("on_before_backward", "on_after_backward")
+_BEFORE, _AFTER = "on_before_backward", "on_after_backward"
 
 
 class UnheardBackward:
@@ -61,7 +61,10 @@ class UnheardBackward:
             return False
         if "manual_backward" in vars(module) or module._fabric is not None:
             return False
-        return not any(hook in vars(listener) for listener in (module, *callbacks) for hook in _HOOKS)
+        for listener in (module, *callbacks):
+            if vars(listener).get(_BEFORE) is not None or vars(listener).get(_AFTER) is not None:
+                return False
+        return True
 
 
 def _classes_are_silent(trainer: Trainer, module: LightningModule) -> bool:
@@ -77,7 +80,7 @@ def _classes_are_silent(trainer: Trainer, module: LightningModule) -> bool:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return plain and all(
         _is_of(type(module), hook, LIGHTNING_MODULES) and all(_is_of(type(c), hook, CALLBACKS) for c in callbacks)
-        for hook in _HOOKS
+        for hook in (_BEFORE, _AFTER)
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_accum.seams import loop
-from lightning_accum.seams.window_length import NotDue, WindowLength
+from lightning_accum.seams import hooks, loop
+from lightning_accum.seams.window_length import NotDue, WindowLength, plain
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -38,6 +38,10 @@ class TrainerFlags:
         self._own.setdefault(_FACTOR, trainer.accumulate_grad_batches)
         if (clip := self._own.pop(_CLIP, None)) is not None:
             trainer.gradient_clip_val = clip
+        save: hooks.Hook = trainer.strategy.save_checkpoint
+        hooks.cover(
+            trainer.strategy, "save_checkpoint", lambda checkpoint, *args, **kw: save(plain(checkpoint), *args, **kw)
+        )
         self._own[_LOG_EVERY] = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self.write(trainer, window)
 
@@ -63,6 +67,10 @@ class TrainerFlags:
         elif type(trainer.log_every_n_steps) is not NotDue:  # type: ignore[attr-defined]
             trainer.log_every_n_steps = NotDue(self._own[_LOG_EVERY])  # type: ignore[attr-defined]
 
+    def is_inside(self, trainer: Trainer) -> bool:
+        """Whether the present micro-batch is inside its window, and not its last one."""
+        return type(trainer.log_every_n_steps) is NotDue  # type: ignore[attr-defined]
+
     def release_logs(self, trainer: Trainer) -> None:
         """Let step metrics be due as the user's own flag says."""
         if _LOG_EVERY in self._own:
@@ -79,4 +87,5 @@ class TrainerFlags:
         """Restore what was taken; calling it twice does nothing."""
         for name, value in self._own.items():
             setattr(trainer, name, value)
+        hooks.unshadow_all(trainer.strategy, "save_checkpoint")
         self._own, self._written = {}, None

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
+from lightning_accum.seams.roots import Callback
+
 # Fact: Lightning notes in this attribute of the module which hook runs, some 30 times per micro-batch.
 RUNNING_HOOK = "_current_fx_name"
 
@@ -124,6 +126,24 @@ def shadow_once(owner: object, hook: str, replacement: Hook) -> None:
         return replacement(*args, **kwargs)
 
     shadow(owner, hook, once)
+
+
+def leave_out(callback: Callback, *names: str) -> None:
+    """Let Lightning pass over hooks that a callback of ours does not define; a subclass may.
+
+    Fact: it calls those of the base class too, in a profiler context each, but nothing that is not callable.
+    """
+    for hook in names:
+        if getattr(type(callback), hook) is getattr(Callback, hook):
+            vars(callback)[hook] = None
+
+
+def pass_over(callback: Callback, hook: str, skip: bool) -> None:
+    """Let Lightning skip a hook of a callback of ours while there is nothing for it to do, or call it again."""
+    if skip:
+        vars(callback)[hook] = None
+    else:
+        vars(callback).pop(hook, None)
 
 
 def keep_gradients() -> None:

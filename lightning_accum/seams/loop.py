@@ -40,7 +40,7 @@ def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
     trainer.callbacks = callbacks  # type: ignore[attr-defined]
 
 
-def call_first_before_steps(trainer: Trainer, callback: Callback) -> None:
+def call_first_before_steps(trainer: Trainer, callback: Callback | None) -> None:
     """Let a callback's ``on_before_optimizer_step`` run before that of every other one, wherever it is in the list.
 
     Fact: the precision plugin calls these hooks in `_after_closure`, between the unscaling and the clip. Until
@@ -51,7 +51,7 @@ def call_first_before_steps(trainer: Trainer, callback: Callback) -> None:
 
     def after_closure(*args: object, **kwargs: object) -> None:
         in_order = callbacks(trainer)
-        if callback in in_order[1:]:  # a finder inside the fit exchanges the list
+        if callback is not None and callback in in_order[1:]:  # a finder inside the fit exchanges the list
             set_callbacks(trainer, [callback, *(other for other in in_order if other is not callback)])
         try:
             own(*args, **kwargs)  # type: ignore[arg-type]
@@ -84,7 +84,10 @@ def skips_backward(trainer: Trainer) -> bool:
 
 
 def ready_batches(trainer: Trainer) -> int:
-    """Micro-batches of this epoch that the loop has begun, the present one included."""
+    """Micro-batches of this epoch that the loop has begun, the present one included.
+
+    Fact: the `batch_idx` of Lightning's hooks is one behind where ``training_step`` takes the loader's iterator.
+    """
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 

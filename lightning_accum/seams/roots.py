@@ -26,6 +26,8 @@ __all__ = [
     "Callback",
     "LightningModule",
     "MisconfigurationException",
+    "call_callback_hooks",
+    "call_module_hook",
     "collect_rng_states",
     "configure_optimizers",
     "configure_schedulers",
@@ -71,6 +73,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule
     from lightning.pytorch.core.optimizer import _configure_optimizers as configure_optimizers
     from lightning.pytorch.core.optimizer import _configure_schedulers_automatic_opt as configure_schedulers
+    from lightning.pytorch.trainer.call import _call_callback_hooks as call_callback_hooks
+    from lightning.pytorch.trainer.call import _call_lightning_module_hook as call_module_hook
     from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
@@ -82,6 +86,8 @@ else:
     LightningModule = _of_each("core", "LightningModule")[0]
     garbage_collection_cuda = _of_each("utilities.memory", "garbage_collection_cuda")[0]
     is_oom_error = _of_each("utilities.memory", "is_oom_error")[0]
+    call_callback_hooks = _of_each("trainer.call", "_call_callback_hooks")[0]
+    call_module_hook = _of_each("trainer.call", "_call_lightning_module_hook")[0]
     configure_optimizers = _of_each("core.optimizer", "_configure_optimizers")[0]
     configure_schedulers = _of_each("core.optimizer", "_configure_schedulers_automatic_opt")[0]
     _seed = import_module("lightning.fabric.utilities.seed" if "." in _FIRST else "lightning_fabric.utilities.seed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import yaml  # type: ignore[import-untyped]
 from typing_extensions import override
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class WindowLength(int):
     ) -> WindowLength:
         """Create the int with what it knows of its window."""
         self = super().__new__(cls, length)
-        # Past `__setattr__`, which refuses; copies and pickles restore the attributes in the same way.
+        # Past `__setattr__`, which refuses.
         vars(self).update(
             opened_at=opened_at,
             index=index,
@@ -67,6 +68,19 @@ class WindowLength(int):
     @override
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"`WindowLength.{name} = {value!r}`: a window is immutable; `closed(at)` returns a copy.")
+
+    def __copy__(self) -> WindowLength:
+        """Return the same object: it is immutable."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> WindowLength:
+        """Return the same object: it is immutable."""
+        return self
+
+    @override
+    def __reduce_ex__(self, protocol: object) -> tuple[type[int], tuple[int]]:
+        """Pickle as a plain int: what a user keeps of it must be readable without this package."""
+        return int, (int(self),)
 
     def __rmod__(self, batches: int) -> int:
         """Return how far ``batches`` is into its window: 0 where one opens (or, for a count, where one is full)."""
@@ -97,9 +111,35 @@ class NotDue(int):
     would write one logger row per micro-batch, with repeated values, instead of one per effective step.
     """
 
+    @override
+    def __reduce_ex__(self, protocol: object) -> tuple[type[int], tuple[int]]:
+        """Pickle as a plain int."""
+        return int, (int(self),)
+
     def __rmod__(self, step: int) -> int:
         """Return 1: never due."""
         return 1
+
+
+for _dumper in (yaml.Dumper, yaml.SafeDumper):  # hparams.yaml gets plain ints; YAML asks for each class by itself
+    for _int in (WindowLength, NotDue):
+        _dumper.add_representer(_int, lambda dumper, number: dumper.represent_int(int(number)))
+
+
+def plain(value: object) -> object:
+    """Return nested dicts, lists and tuples with plain ints for ours: ``torch.load(weights_only=True)`` takes no other.
+
+    Example:
+        >>> type(plain({"factor": [WindowLength(4)]})["factor"][0])
+        <class 'int'>
+    """
+    if isinstance(value, (WindowLength, NotDue)):
+        return int(value)
+    if type(value) is dict:
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    return value
 
 
 def current_window(trainer: Trainer) -> WindowLength:

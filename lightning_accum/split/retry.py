@@ -19,7 +19,8 @@ from lightning_accum.seams import logs, loop
 from lightning_accum.seams.roots import MisconfigurationException, garbage_collection_cuda, is_oom_error, rank_zero_info
 from lightning_accum.split.length import items_in
 from lightning_accum.split.slicing import Slicer, equal_sizes, pieces
-from lightning_accum.step.manual import ManualStep, Piece
+from lightning_accum.step.manual import ManualStep
+from lightning_accum.step.micro_batch import Piece
 from lightning_accum.window.state import Accumulator
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def _contribute_all(
 ) -> None:
     """Run the forward and backward of every piece; ``closes``: the last one is the window's last one."""
     is_first = True
+    step.engine.awaits(True)
     for index, piece in enumerate(pieces(batch.batch, sizes, batch.dim, batch.slicer)):
         last = closes and index + 1 == len(sizes)
         given = _loss_of(step, batch, piece, sizes[index])
@@ -82,6 +84,7 @@ def _contribute_all(
             step.contribute([window], *given, last=last, piece=Piece(len(sizes), is_first))
             is_first = False
         del given  # nothing of a piece's graph outlives it
+    step.engine.awaits(False)
 
 
 def _loss_of(step: ManualStep, batch: SplitBatch, piece: object, size: int) -> tuple[Tensor, Weight] | None:

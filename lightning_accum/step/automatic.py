@@ -16,8 +16,9 @@ from lightning_accum.gradients import precision
 from lightning_accum.gradients.buffers import Weight, any_gradient, weighs_nothing
 from lightning_accum.gradients.distributed import sync_first_backward
 from lightning_accum.schedule.factors import Schedule
-from lightning_accum.seams import hooks, loop
+from lightning_accum.seams import hooks, loop, restart
 from lightning_accum.step.engine import Door, Engine
+from lightning_accum.window.progress import State
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution
 
@@ -40,8 +41,6 @@ class AutomaticDoor(Door):
         self._is_weighted = engine.options.weight_fn is not None
         engine.progress.sees_all_weights = engine.ranks.size == 1 or not self._is_weighted
         self._sums_losses = False
-        # None while the scheduler's hooks do not run: in a finder inside the fit, in a pass for statistics.
-        self._window: Accumulator | None = None
         self._weight: Weight = 1.0
         self._skips: list[Callable[[], bool]] = []  # each tells whether the step under way was skipped
 
@@ -51,6 +50,7 @@ class AutomaticDoor(Door):
 
     @override
     def begin_fit(self, schedule: Schedule) -> None:
+        refusals.refuse_loader_iterator(self._module, schedule, weighs=self._engine.options.weight_fn is not None)
         refusals.refuse_closure_optimizers(self._trainer.optimizers, schedule, manual=False)
 
     @override
@@ -64,14 +64,22 @@ class AutomaticDoor(Door):
     @override
     def begin_batch(self, batch: object) -> None:
         engine = self._engine
-        self._window, engine.batch = engine.progress.accumulator(0), loop.all_batches(self._trainer)
+        engine.batch = loop.all_batches(self._trainer)
         self._weight = engine.weigh(batch, self._module.device)
+
+    @property
+    def _driven(self) -> Accumulator | None:
+        """The open window, unless another callback has taken over the Trainer's factor, or its callbacks."""
+        engine = self._engine
+        works = engine.flags.in_charge(self._trainer) and engine.scheduler in loop.callbacks(self._trainer)
+        return engine.progress.accumulator(0) if works else None
 
     def _backward(self, own_backward: hooks.Hook, loss: Tensor, *args: object, **kwargs: object) -> None:
         """Run the precision plugin's backward, as a contribution."""
-        if (window := self._window) is None:
+        if (window := self._driven) is None:
             own_backward(loss, *args, **kwargs)
             return
+        self._engine.batch = loop.all_batches(self._trainer)
         self._weigh(window, loss)
         own_backward(loss, *args, **kwargs)
         self._engine.end_backward(window, synced=False)
@@ -101,7 +109,7 @@ class AutomaticDoor(Door):
     @override
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Make the window's gradient the weighted mean; it is unscaled by now, and not clipped yet."""
-        if (window := self._window) is None:
+        if (window := self._driven) is None:
             if loop.skips_backward(self._trainer):
                 self._engine.gradients.drop(optimizer)
             return
@@ -147,14 +155,31 @@ class AutomaticDoor(Door):
     @override
     def end_batch(self) -> None:
         """Count the window that this micro-batch has closed, then report it."""
-        window, self._window = self._window, None
-        if window is None or window.phase in (Phase.EMPTY, Phase.OPEN):
+        window = self._driven
+        if window is None or window.phase is Phase.EMPTY:
+            return
+        if window.phase is Phase.OPEN:
+            self._drop_if_left_out()
             return
         self._end_step(window)
         step = self._engine.report(window) if self._sums_losses and window.totals.weight else None
         self._engine.close(at=loop.ready_batches(self._trainer))
         if step is not None:
             effective_step.notify(self._trainer, self._module, step)
+
+    def _drop_if_left_out(self) -> None:
+        """Drop the window if an ``optimizer_step`` of the user's has left out its step, as Lightning does; count it.
+
+        ``trainer.global_step`` counts it too. Its gradients stay until Lightning zeroes them, where the next window
+        opens. If the loader gave None for the window's last place, no step was asked for: the next micro-batch closes
+        it.
+        """
+        engine = self._engine
+        if engine.batch == loop.all_batches(self._trainer) and loop.closes_window(self._trainer):
+            if engine.gradients.in_float32:
+                engine.gradients.drop(self._trainer.optimizers[0])
+            engine.progress.drop()
+            engine.close(at=loop.ready_batches(self._trainer))  # as skipped
 
     def _end_step(self, window: Accumulator) -> None:
         skipped = [was_skipped() for was_skipped in self._skips]  # all of them: each takes its hook away
@@ -163,12 +188,30 @@ class AutomaticDoor(Door):
             window.end_step(moved=not any(skipped))
 
     @override
-    def before_save(self) -> None:
+    def before_save(self) -> State:
         if loop.batch_is_processed(self._trainer):  # callbacks before the scheduler save before `end_batch`
             self._end_step(self._engine.progress.accumulator(0))
+        monitors = [config.monitor for config in self._trainer.lr_scheduler_configs]
+        return {"metrics": restart.followed_metrics(self._trainer, monitors)}
+
+    @override
+    def finish_batch(self, state: State) -> None:
+        is_closed, unfinished = state["window"] is None, state.get("unfinished")
+        if unfinished is not None:
+            restart.step_lr_schedulers(self._trainer, at_window_end=unfinished["is_counted"])
+            is_closed = unfinished["is_counted"]
+        if is_closed and restart.is_left_in_batch_end(self._trainer) and not loop.validates_now(self._trainer):
+            restart.step_plateau_schedulers(self._trainer)
 
     @override
     def end_epoch(self) -> bool:
+        own_hook: hooks.Hook = self._module.on_train_epoch_end
+
+        def own_hook_then_schedulers() -> None:
+            own_hook()  # may log the metric that a ReduceLROnPlateau follows
+            restart.let_plateau_schedulers_step(self._trainer)
+
+        hooks.shadow_once(self._module, "on_train_epoch_end", own_hook_then_schedulers)
         return self._engine.progress.window.is_pending
 
     @override
@@ -185,4 +228,4 @@ class AutomaticDoor(Door):
 
     @override
     def release(self) -> None:
-        hooks.unshadow_all(self._module, "configure_gradient_clipping")
+        hooks.unshadow_all(self._module, "configure_gradient_clipping", "on_train_epoch_end")

@@ -24,12 +24,12 @@ from lightning_accum.schedule.factors import PartialWindow, Schedule
 from lightning_accum.seams import hooks
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.roots import rank_zero_warn
-from lightning_accum.window.progress import Progress
+from lightning_accum.window.progress import Progress, State
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution, Totals
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Engine:
         self.trainer, self.module, self.options, self.progress = trainer, module, options, progress
         self.gradients, self.flags = gradients, flags
         self.ranks = Ranks(trainer, module, sync_each=options.sync_each_micro_batch)
+        self.scheduler: Callback | None = None  # whose hooks drive the fit
         self.batch = 0  # the present micro-batch, counted over the whole training from 1
         self.unweighted_warning = ""  # to be given when a micro-batch without a weight arrives
 
@@ -142,6 +143,10 @@ class Engine:
             return False
         self.gradients.normalize(optimizer, correction)
         return True
+
+    def awaits(self, more: bool) -> None:
+        """Note whether the present micro-batch has announced more contributions than it has made."""
+        self.progress.awaited_batch = self.batch if more else 0
 
     def report(self, window: Accumulator, grad_norm: Tensor | None = None) -> EffectiveStep:
         """Return what the window reports after its step."""
@@ -227,8 +232,12 @@ class Door:
         """An epoch has ended; whether its open window is kept for the checkpoints made at the end."""
         return False
 
-    def before_save(self) -> None:
-        """A checkpoint is being made."""
+    def before_save(self) -> State:
+        """A checkpoint is being made; return what it keeps of this kind of optimization."""
+        return {}
+
+    def finish_batch(self, state: State) -> None:
+        """Do what the checkpoint's micro-batch has left to do but its hooks; ``state`` is what was restored."""
 
     def end_fit(self) -> None:
         """The fit has ended without an error."""

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from lightning_accum.seams import logs, loop
+from lightning_accum.seams import logs, loop, restart
 from lightning_accum.seams.hooks import Hook
 from lightning_accum.seams.roots import MisconfigurationException, rank_zero_warn
+from lightning_accum.window.progress import State
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -25,6 +26,7 @@ class LRSchedulers:
     def __init__(self) -> None:
         self._monitored: dict[int, LRSchedulerConfig] = {}  # by the scheduler's id: those that follow a metric
         self._awaiting_metric: list[LRSchedulerConfig] = []
+        self._completed_epoch = -1  # the last one for which those without a metric were stepped
 
     def recording(self, configure_optimizers: Hook) -> Hook:
         """Wrap ``configure_optimizers``: monitors are noted here and kept from Lightning, which would drop them."""
@@ -64,12 +66,21 @@ class LRSchedulers:
             else:
                 self._step_with_metric(trainer, module, config)
 
-    def after_epoch(self, trainer: Trainer, module: LightningModule, *, with_metric: bool) -> None:
-        """Step the schedulers of interval epoch: those that follow a metric, or the others.
+    def at_last_batch(self, trainer: Trainer, module: LightningModule) -> None:
+        """Step the schedulers of interval epoch, without those that follow a metric; once for an epoch.
 
-        As in automatic optimization, the others are stepped at the epoch's last micro-batch, so that every checkpoint
-        made afterwards has them stepped, and those with a metric when the module's own hooks have logged it.
+        As in automatic optimization, at the epoch's last micro-batch, whatever it contributes, so that every checkpoint
+        made afterwards has them stepped.
         """
+        if self._completed_epoch != trainer.current_epoch:
+            self._completed_epoch = trainer.current_epoch
+            self._step_epoch(trainer, module, with_metric=False)
+
+    def after_epoch(self, trainer: Trainer, module: LightningModule) -> None:
+        """Step those of interval epoch that follow a metric, when the module's own hooks have logged it."""
+        self._step_epoch(trainer, module, with_metric=True)
+
+    def _step_epoch(self, trainer: Trainer, module: LightningModule, *, with_metric: bool) -> None:
         for config in trainer.lr_scheduler_configs:
             due = config.interval == "epoch" and (trainer.current_epoch + 1) % config.frequency == 0
             if not due or with_metric != (id(config.scheduler) in self._monitored):
@@ -85,6 +96,8 @@ class LRSchedulers:
         if metric is not None:
             module.lr_scheduler_step(config.scheduler, metric)
             return
+        if restart.is_resumed(trainer):  # behind a validation, from a checkpoint of a version that kept no metrics
+            return
         message = (
             f"{type(config.scheduler).__name__} follows the metric {monitor!r}, which has not been logged."
             f" Logged so far: {sorted(trainer.callback_metrics)}. Log it, or name another one by `monitor`"
@@ -93,6 +106,27 @@ class LRSchedulers:
         if self._monitored[id(config.scheduler)].strict:
             raise MisconfigurationException(message)
         rank_zero_warn(f"{message} The learning rate is left as it is (strict=False).")
+
+    # Checkpoints
+
+    @property
+    def monitors(self) -> list[str | None]:
+        """The metrics that are followed."""
+        return [config.monitor for config in self._monitored.values()]
+
+    def state_dict(self, trainer: Trainer) -> State:
+        """Plain numbers: the epoch, and the positions of the schedulers that wait for a metric."""
+        positions = [i for i, config in enumerate(trainer.lr_scheduler_configs) if config in self._awaiting_metric]
+        return {"completed_epoch": self._completed_epoch, "awaiting_metric": positions}
+
+    def load_state_dict(self, trainer: Trainer, state: State | None) -> None:
+        """Go on from there; None of a checkpoint without it: until then they were stepped in ``training_step``."""
+        if state is None:
+            completed = trainer.current_epoch if loop.epoch_is_complete(trainer) else -1
+            state = {"completed_epoch": completed, "awaiting_metric": []}
+        self._completed_epoch = state["completed_epoch"]
+        configs = trainer.lr_scheduler_configs
+        self._awaiting_metric = [configs[i] for i in state["awaiting_metric"] if i < len(configs)]
 
     def _monitor(self, config: LRSchedulerConfig) -> str:
         return str(self._monitored[id(config.scheduler)].monitor)

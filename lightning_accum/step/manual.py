@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from lightning_accum.seams.backward import UnheardBackward
 from lightning_accum.step.clean import CleanGradients
 from lightning_accum.step.engine import Engine
 from lightning_accum.step.lr_schedulers import LRSchedulers
+from lightning_accum.step.micro_batch import WHOLE, MicroBatch, Piece
 from lightning_accum.step.optimizer_step import OptimizerStep
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution
@@ -27,30 +28,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
     from lightning_accum.checks.arguments import AnOptimizer, OneOrMore
-
-
-class MicroBatch(NamedTuple):
-    """The micro-batch of a running ``training_step``.
-
-    Args:
-        batch: what the loader gave.
-        closes: whether the window ends with it.
-        learns: False for one that only gathers statistics, whose losses are not for learning.
-    """
-
-    batch: object
-    closes: bool
-    learns: bool
-
-
-class Piece(NamedTuple):
-    """Which part of a loader batch a contribution is; as `Contribution` takes it."""
-
-    pieces: int = 1
-    opens_batch: bool = True
-
-
-WHOLE = Piece()
 
 
 class ManualStep:
@@ -70,7 +47,6 @@ class ManualStep:
         self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
         self._clean = CleanGradients(engine)
         self.calls = 0  # of `accumulate`, in this fit
-        self._epoch_begun = -1  # the epoch whose LR schedulers are still to be stepped; -1: none
 
     # One micro-batch, top to bottom
 
@@ -79,7 +55,7 @@ class ManualStep:
         learns, before = not loop.skips_backward(self.trainer), self.ranks.backwards
         closes = learns and loop.closes_window(self.trainer)
         self.micro_batch = MicroBatch(args[0] if args else None, closes, learns)
-        self.engine.batch, self._epoch_begun = loop.all_batches(self.trainer), self.trainer.current_epoch
+        self.engine.batch = loop.all_batches(self.trainer)
         self._clean.begin()
         try:
             output = training_step(*args, **kwargs)
@@ -105,6 +81,7 @@ class ManualStep:
         """Add one contribution to an optimizer's window; step if it is the last one."""
         windows, micro_batch = self._open_windows("accumulate(loss", optimizer)
         last = micro_batch.closes and not more
+        self.engine.awaits(more)
         # A parameter of two of them needs its gradient twice, once for each window.
         groups = [[window] for window in windows] if self.engine.share_parameters(windows) else [windows]
         if loss is not None and micro_batch.learns:
@@ -172,13 +149,12 @@ class ManualStep:
         self.engine.close(at=at)
 
     def complete_epoch(self) -> None:
-        """Step the LR schedulers of interval epoch if the epoch has come to its end, and they were not yet stepped."""
-        if self._epoch_begun < 0 or not loop.epoch_is_complete(self.trainer):
+        """Do what is due at the epoch's last micro-batch, before a validation or a checkpoint; done once."""
+        if not loop.epoch_is_complete(self.trainer):
             return
-        self._epoch_begun = -1
-        if self.engine.options.partial_window == "drop":  # before a validation or a checkpoint
+        if self.engine.options.partial_window == "drop":
             self.engine.drop()
-        self.lr_schedulers.after_epoch(self.trainer, self.module, with_metric=False)
+        self.lr_schedulers.at_last_batch(self.trainer, self.module)
 
     # Before a contribution
 

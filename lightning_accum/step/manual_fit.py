@@ -8,12 +8,12 @@ from typing_extensions import override
 
 from lightning_accum.checks import advice, refusals
 from lightning_accum.schedule.factors import Schedule
-from lightning_accum.seams import hooks, logs, loop
+from lightning_accum.seams import hooks, logs, loop, restart
 from lightning_accum.step.engine import Door, Engine
 from lightning_accum.step.guards import HandStepGuard
 from lightning_accum.step.lr_schedulers import LRSchedulers
 from lightning_accum.step.manual import ManualStep
-from lightning_accum.window.progress import Progress
+from lightning_accum.window.progress import Progress, State
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -51,6 +51,9 @@ class ManualDoor(Door):
         self._lr_schedulers = LRSchedulers()
         self._step = step = ManualStep(engine, module, self._lr_schedulers)
         self._guard = HandStepGuard(engine.progress)
+        self._batches_before = 0  # in the whole training, where the epoch begins
+        # If nothing is contributed: steps alone end the fit. Until it was warned of.
+        self._is_endless = engine.trainer.max_epochs == -1 != engine.trainer.max_steps
         engine.progress.sees_all_weights = engine.ranks.size == 1
         hooks.shadow(module, "configure_optimizers", self._lr_schedulers.recording(module.configure_optimizers))
         if hooks.is_set_on_object(module, "training_step"):  # there the class's wrapper does not run
@@ -64,6 +67,7 @@ class ManualDoor(Door):
 
     @override
     def begin_fit(self, schedule: Schedule) -> None:
+        refusals.refuse_loader_iterator(self._module, schedule, weighs=self._engine.options.weight_fn is not None)
         refusals.refuse_closure_optimizers(self._trainer.optimizers, schedule, manual=True)
 
     @override
@@ -75,7 +79,14 @@ class ManualDoor(Door):
         self._guard.follow(self._trainer.optimizers)
 
     @override
+    def begin_epoch(self) -> None:
+        if self._engine.progress.window.is_pending:  # saved at the epoch's end, by a callback before the scheduler
+            self._leave_window()
+        self._batches_before = loop.all_batches(self._trainer)
+
+    @override
     def end_batch(self) -> None:
+        self._step.complete_epoch()  # also where the loader gave None, for which there is no `training_step`
         if self._engine.progress.closed_batch == self._engine.batch:
             self._lr_schedulers.after_batch(self._trainer, self._module, validates=True)
             self._engine.ranks.broadcast_buffers_again()
@@ -89,15 +100,22 @@ class ManualDoor(Door):
         if self._engine.progress.window.is_pending:
             self._leave_window()
         self._step.complete_epoch()  # also one left by `on_train_batch_start` that returned -1
+        self._warn_if_endless()
         own_hook = self._module.on_train_epoch_end
 
         def own_hook_then_schedulers() -> None:
             own_hook()  # may log the metric that a ReduceLROnPlateau follows
             if loop.epoch_is_complete(self._trainer):
-                self._lr_schedulers.after_epoch(self._trainer, self._module, with_metric=True)
+                self._lr_schedulers.after_epoch(self._trainer, self._module)
 
         hooks.shadow_once(self._module, "on_train_epoch_end", own_hook_then_schedulers)
         return False
+
+    def _warn_if_endless(self) -> None:
+        """Warn once if nothing was contributed in a whole epoch, and steps alone would end the fit."""
+        if self._is_endless and self._engine.progress.last_batch <= self._batches_before:
+            advice.warn_of_endless_fit(self._trainer.max_steps)
+            self._is_endless = False
 
     def _leave_window(self) -> None:
         """Handle a window that is open where its epoch ends, as `partial_window` asks."""
@@ -107,6 +125,27 @@ class ManualDoor(Door):
             logs.advance_logger_step(self._trainer)
         elif partial_window == "drop":
             self._engine.drop()
+
+    @override
+    def before_save(self) -> State:
+        monitors = self._lr_schedulers.monitors
+        return {
+            "lr_schedulers": self._lr_schedulers.state_dict(self._trainer),
+            "metrics": restart.followed_metrics(self._trainer, monitors),
+        }
+
+    @override
+    def finish_batch(self, state: State) -> None:
+        trainer, progress = self._trainer, self._engine.progress
+        self._engine.batch, length = loop.all_batches(trainer), progress.window.length
+        if (unfinished := state.get("unfinished")) is not None:
+            progress.closed_batch = self._engine.batch * unfinished["is_counted"]
+            is_full = length is not None and loop.ready_batches(trainer) >= length.end
+            if unfinished["is_added"] and is_full and progress.window.is_pending:
+                self._step.close_window(at=loop.ready_batches(trainer))
+        self._lr_schedulers.load_state_dict(trainer, state.get("lr_schedulers"))
+        self._step.complete_epoch()
+        self._lr_schedulers.after_batch(trainer, self._module, validates=restart.begins_with_validation(trainer))
 
     @override
     def end_fit(self) -> None:

@@ -81,8 +81,24 @@ def _is_added(trainer: Trainer, progress: Progress) -> bool:
 def _is_lost(trainer: Trainer, progress: Progress) -> bool:
     if loop.batch_is_processed(trainer) or _is_added(trainer, progress):
         return False
-    # The epoch's last micro-batch is left to Lightning, which would otherwise begin the next epoch inside the window.
-    return loop.loader_is_resumable(trainer) and not loop.epoch_is_complete(trainer)
+    return loop.loader_is_resumable(trainer)
+
+
+def unfinished(trainer: Trainer, progress: Progress) -> State:
+    """Return what is left to do of a micro-batch that is not repeated, though its ``training_step`` is not through.
+
+    Empty for any other. The resumed fit does it when training starts: `step.resume`.
+    """
+    if loop.batch_is_processed(trainer) or not batch_is_done(trainer, progress):
+        return {}
+    window, batch, is_added = progress.window, loop.all_batches(trainer), _is_added(trainer, progress)
+    return {
+        "unfinished": {
+            "is_added": is_added,
+            "is_counted": window.is_any(Phase.STEPPED) or progress.closed_batch == batch,
+            "is_incomplete": is_added and progress.awaited_batch == batch,
+        }
+    }
 
 
 def _pack(trainer: Trainer, progress: Progress, gradients: WindowGradients) -> State:

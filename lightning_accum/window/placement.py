@@ -86,6 +86,13 @@ class WindowPlacement:
 
     # During training
 
+    def follow_loader(self, trainer: Trainer) -> bool:
+        """Resolve effective batch sizes for the loader of the epoch that begins; whether factors have changed."""
+        before = self.schedule
+        if before.sizes is not None:
+            self.schedule = resolve(before, trainer)
+        return self.schedule.factors != before.factors
+
     def begin_epoch(self, trainer: Trainer) -> None:
         """Move to the next epoch, in which a carried window has opened at a negative place."""
         passed, progress = loop.passed_batches(trainer), self._progress
@@ -101,6 +108,8 @@ class WindowPlacement:
 
     def end_epoch(self, trainer: Trainer, *, keeps_window: bool) -> None:
         """Leave the epoch's last window, unless it is carried on, or kept for a checkpoint."""
+        if self._progress.samples is not None:  # of the loader that gave them; the next epoch may have another one
+            self._count_samples(trainer, loop.passed_batches(trainer))
         if not (self._carries or keeps_window):
             self._progress.window.length = None
         self._correct_logger_step(trainer, at_least=1)  # the epoch's own metrics are logged one before

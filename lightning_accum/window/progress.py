@@ -62,6 +62,7 @@ class Progress:
         window: the open window.
         last_batch: the last micro-batch whose contribution is in a window, counted over the whole training from 1.
         closed_batch: the last micro-batch that has closed a window, counted in the same way.
+        awaited_batch: the last micro-batch that had announced more contributions than it had made, in the same way.
         sees_all_weights: as `Accumulator` takes it.
     """
 
@@ -72,6 +73,7 @@ class Progress:
     window: Window = field(default_factory=Window)
     last_batch: int = 0
     closed_batch: int = 0
+    awaited_batch: int = 0
     sees_all_weights: bool = True
 
     def accumulator(self, optimizer_idx: int) -> Accumulator:

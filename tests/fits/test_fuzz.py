@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from doors import CALLBACK, SCHEDULED
 from helpers import NIGHTLY, big_batch_weights, flat, item_losses, make_batches, make_net, make_trainer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import WeightAveraging
 from resume_helpers import Resumable
 from torch import Tensor, nn
 
@@ -24,6 +26,15 @@ Place = tuple[int, int]  # epoch, batch index
 # None; the loader gives None
 GIVES, EMPTY, NONE, NO_BATCH = "gives", "empty", "None", "no batch"
 
+# Where a checkpoint is made. By an error the fit ends there, as it would by the loss of its machine.
+BATCH_END, ERROR = "on_train_batch_end", "an error behind `accumulate`"
+VALIDATION = ("on_validation_start", "on_validation_end")
+SAVES = (BATCH_END, ERROR, *VALIDATION)
+
+
+class Broken(Exception):
+    """The error."""
+
 
 class Fuzzed(L.LightningModule):
     """Keeps the parameters after each effective step, and the place of each micro-batch."""
@@ -33,6 +44,8 @@ class Fuzzed(L.LightningModule):
         self.net = make_net()
         self.history: list[Tensor] = []
         self.places: list[Place] = []
+        self.breaks: Place | None = None
+        self.calls: list[str] = []  # of hooks that were set on the object
 
     def loss(self, batch: Any, batch_idx: int) -> Tensor | None:
         x, y, _, event = batch
@@ -56,6 +69,8 @@ class Fuzzed(L.LightningModule):
 class ManualFuzzed(AccumulationMixin, Fuzzed):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.accumulate(self.loss(batch, batch_idx), weight=batch[2])
+        if (self.trainer.current_epoch, batch_idx) == self.breaks:
+            raise Broken
 
 
 def make_optimizer(net: nn.Module) -> torch.optim.Optimizer:
@@ -63,17 +78,29 @@ def make_optimizer(net: nn.Module) -> torch.optim.Optimizer:
 
 
 class Happens(L.Callback):
-    """Saves at some places, and stops the fit at one."""
+    """Saves at some places, each in its hook, and stops the fit at one."""
 
-    def __init__(self, saves: list[Place], stops: Place | None) -> None:
+    def __init__(self, saves: dict[Place, str], stops: Place | None) -> None:
         self.saves, self.stops = saves, stops
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        place = (trainer.current_epoch, batch_idx)
-        if place in self.saves:
+    def save(self, trainer: L.Trainer, way: str) -> None:
+        place = (trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
+        if self.saves.get(place) == way:
             trainer.save_checkpoint(path_of(place))
-        if place == self.stops:
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.save(trainer, BATCH_END)
+        if (trainer.current_epoch, batch_idx) == self.stops:
             trainer.should_stop = True
+
+    def on_validation_start(self, trainer: L.Trainer, module: Any) -> None:
+        self.save(trainer, "on_validation_start")
+
+    def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
+        self.save(trainer, "on_validation_end")
+
+    def on_exception(self, trainer: L.Trainer, module: Any, exception: BaseException) -> None:
+        self.save(trainer, ERROR)
 
 
 def path_of(place: Place) -> str:
@@ -95,16 +122,14 @@ def stories(draw: st.DrawFn) -> dict[str, Any]:
         "weights": draw(st.lists(st.integers(1, 5), min_size=batches, max_size=batches)),
         "tensor_weights": draw(st.booleans()),
         "scheduling": draw(st.dictionaries(st.integers(0, 5), st.integers(1, 5), min_size=1, max_size=3)),
-        "resumed": _chain(sorted(draw(some)), batches - 1),
+        "resumed": {place: draw(st.sampled_from(SAVES)) for place in sorted(draw(some))},
+        "scheduler_last": draw(st.booleans()),
+        "averages": draw(st.sampled_from([False, False, True])),
+        "sets_hooks": draw(st.booleans()),
         "stopped": draw(st.sampled_from([None, None, *places])),
         "validated": draw(st.none() | st.integers(1, batches)),
         "clip": draw(st.sampled_from([None, 0.5])),
     }
-
-
-def _chain(places: list[Place], last: int) -> list[Place]:
-    """Lightning repeats an epoch that began with a resume from the epoch before, if it is saved and resumed again."""
-    return [place for place in places if place[1] < last or place == places[-1]]
 
 
 def weight_of(story: dict[str, Any], index: int) -> int:
@@ -121,29 +146,63 @@ def data_of(story: dict[str, Any]) -> list[Any]:
     return made
 
 
-def run(story: dict[str, Any]) -> list[Fuzzed]:
-    """The fits of a story: the first one, and those that are resumed one from the other."""
-    resumed = [place for place in story["resumed"] if story["stopped"] is None or place < story["stopped"]]
-    automatic, fits = story["door"] == CALLBACK, []
-    for begin in [None, *resumed]:
-        for path in Path().glob("*.ckpt"):
-            if begin is None or path.name != path_of(begin):
-                path.unlink()
-        module = Fuzzed() if automatic else ManualFuzzed()
-        scheduler = AccumulationScheduler(
-            story["scheduling"], interval="step", weight_fn=(lambda batch: batch[2]) if automatic else None
-        )
-        validated = {} if story["validated"] is None else {"val_check_interval": story["validated"]}
-        trainer = make_trainer(
-            max_epochs=story["epochs"],
-            callbacks=[scheduler, Happens(resumed, story["stopped"])],
-            gradient_clip_val=story["clip"],
-            num_sanity_val_steps=0,
-            **validated,
-        )
-        val = Resumable(make_batches([2])) if validated else None
+def way_of(story: dict[str, Any], place: Place) -> str:
+    """How a checkpoint is made there, in this story's kind of optimization and validation."""
+    way = story["resumed"][place]
+    if way == ERROR and (story["door"] == CALLBACK or story["events"][place[1]] == NONE):
+        return BATCH_END  # it is not behind a contribution
+    is_validated = story["validated"] is not None and (place[1] + 1) % story["validated"] == 0
+    return BATCH_END if way in VALIDATION and not is_validated else way
+
+
+def resumes(story: dict[str, Any]) -> dict[Place, str]:
+    """The checkpoints that a fit goes on from, and how each is made; none where the user has stopped."""
+    stopped = story["stopped"]
+    return {place: way_of(story, place) for place in story["resumed"] if stopped is None or place < stopped}
+
+
+def set_hooks(module: Fuzzed) -> None:
+    """Hooks on the object, as a notebook sets them."""
+    module.on_before_optimizer_step = lambda optimizer: module.calls.append("step")  # type: ignore[method-assign]
+    module.on_train_epoch_end = lambda: module.calls.append("epoch")  # type: ignore[method-assign]
+
+
+def fit(story: dict[str, Any], saves: dict[Place, str], begin: Place | None, breaks: Place | None) -> Fuzzed:
+    """One fit, from a place's checkpoint, up to an error."""
+    automatic = story["door"] == CALLBACK
+    module = Fuzzed() if automatic else ManualFuzzed()
+    module.breaks = breaks
+    if story["sets_hooks"]:
+        set_hooks(module)
+    scheduler = AccumulationScheduler(
+        story["scheduling"], interval="step", weight_fn=(lambda batch: batch[2]) if automatic else None
+    )
+    # Saved behind it, as by ModelCheckpoint: a hook that has not run when the checkpoint is made does not run again
+    happens = [*([WeightAveraging()] if story["averages"] else []), Happens(saves, story["stopped"])]
+    validated = {} if story["validated"] is None else {"val_check_interval": story["validated"]}
+    trainer = make_trainer(
+        max_epochs=story["epochs"],
+        callbacks=[*happens, scheduler] if story["scheduler_last"] else [scheduler, *happens],
+        gradient_clip_val=story["clip"],
+        num_sanity_val_steps=0,
+        **validated,
+    )
+    val = Resumable(make_batches([2])) if validated else None
+    with suppress(Broken):
         trainer.fit(module, Resumable(data_of(story)), val, ckpt_path=None if begin is None else path_of(begin))
-        fits.append(module)
+    return module
+
+
+def run(story: dict[str, Any]) -> list[tuple[Place, Place, Fuzzed]]:
+    """The fits of a story: the first one, and those that are resumed one from the other; from where and to where."""
+    saves, fits = resumes(story), []
+    begins = [None, *saves]
+    for path in Path().glob("*.ckpt"):
+        path.unlink()
+    for begin, following in zip(begins, [*begins[1:], None], strict=True):
+        breaks = following if following is not None and saves[following] == ERROR else None
+        module = fit(story, saves, begin, breaks)
+        fits.append((begin or (-1, -1), breaks or (story["epochs"], 0), module))
     return fits
 
 
@@ -219,21 +278,32 @@ def expected(story: dict[str, Any], walk: Walk) -> list[Tensor]:
 def assert_equal_to_plain_torch(story: dict[str, Any]) -> None:
     walk = Walk(story)
     wanted = expected(story, walk)
-    for begin, module in zip([(-1, -1), *story["resumed"]], run(story), strict=False):
-        left = [weights for weights, (_, place) in zip(wanted, walk.windows, strict=True) if place > begin]
-        assert module.places == [place for place in walk.places if place > begin]
+    fits = run(story)
+    for begin, end, module in fits:
+        left = [weights for weights, (_, place) in zip(wanted, walk.windows, strict=True) if begin < place <= end]
+        assert module.places == [place for place in walk.places if begin < place <= end]
         assert len(module.history) == len(left)
         for got, weights in zip(module.history, left, strict=True):
             torch.testing.assert_close(got, weights, rtol=TOLERANCE, atol=TOLERANCE)
-        if wanted:
-            torch.testing.assert_close(flat(module.net), wanted[-1], rtol=TOLERANCE, atol=TOLERANCE)
+        if story["sets_hooks"]:
+            ends = story["epochs"] if story["stopped"] is None else story["stopped"][0] + 1
+            assert module.calls.count("epoch") == min(end[0], ends) - max(begin[0], 0)
+            assert module.calls.count("step") >= len(left)
+    final = flat(fits[-1][2].net)
+    if story["averages"]:  # of the uninterrupted run
+        whole = fit(story, {}, None, None)
+        torch.testing.assert_close(final, flat(whole.net), rtol=TOLERANCE, atol=TOLERANCE)
+    elif wanted:
+        torch.testing.assert_close(final, wanted[-1], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.filterwarnings(
     "ignore:The loop left an accumulation window open",
     "ignore:You're resuming from a checkpoint that ended before the epoch ended",
 )
-@settings(max_examples=500 if NIGHTLY else 50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=2000 if NIGHTLY else 50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(story=stories())
 def test_every_story_ends_with_plain_torchs_weights(story: dict[str, Any]) -> None:
     assert_equal_to_plain_torch(story)

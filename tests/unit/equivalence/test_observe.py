@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_accum.equivalence.observe import OUTSIDE, Watch, untouched
+from lightning_accum.equivalence.observe import OUTSIDE, Watch
+from lightning_accum.equivalence.restore import untouched
 
 
 def watched(model: nn.Module, run: Any, fixed: Collection[str] = ()) -> tuple[Any, Watch]:

@@ -1,0 +1,206 @@
+"""Where a resumed fit enters Lightning's loops: behind the micro-batch that its checkpoint was made in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_accum.seams import logs, loop
+from lightning_accum.seams.roots import call_callback_hooks, call_module_hook
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_INSIDE = {"ready": 1, "started": 1, "processed": 0, "completed": 0}  # a validation that has begun and is not over
+
+
+def reopen_epoch(checkpoint: dict[str, Any]) -> None:
+    """Change a checkpoint made in ``on_train_batch_end`` of an epoch's last micro-batch, so that the epoch still ends.
+
+    Fact: from such a checkpoint Lightning goes on with the next epoch. It leaves out the validation, the hooks at the
+    epoch's end and the next one's start, and no longer counts that one as begun: a checkpoint made in it would repeat
+    it. From one made inside the validation behind that micro-batch it leaves out nothing.
+    """
+    progress = checkpoint.get("loops", {}).get("fit_loop", {})
+    trained = progress.get("epoch_loop.batch_progress")
+    if trained is None or not trained.get("is_last_batch"):
+        return
+    current = trained["current"]
+    if current["processed"] == current["ready"] == current["completed"] + 1:
+        enter_validation(progress)
+
+
+def enter_validation(progress: dict[str, Any]) -> None:
+    """Change the loops' state into that inside the validation behind the present micro-batch.
+
+    Fact: four counters per loop tell the place at which a checkpoint was made. A resumed fit validates again if they
+    are those inside a ``validation_step``; from ``on_train_batch_end`` and the validation's other hooks it goes on
+    with the next micro-batch.
+    """
+    for count in ("total", "current"):
+        trained = progress["epoch_loop.batch_progress"][count]
+        trained["started"] = trained["completed"] = trained["processed"] = trained["ready"]
+        progress["epoch_loop.val_loop.batch_progress"][count] = dict(_INSIDE)
+
+
+def keep_validation(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Let the resumed fit validate again if the checkpoint is made inside a validation that is not over.
+
+    Fact: from a checkpoint made in one of the validation's hooks, even its first, Lightning goes on behind it. Outputs
+    are there from the validation's last micro-batch until the epoch's metrics are known, before ``on_validation_end``.
+    """
+    if not trainer.validating or trainer.fit_loop.epoch_loop.batch_progress.total.ready == 0:
+        return
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    validated: Any = val_loop.batch_progress.current
+    if not validated.completed == validated.ready > 0 or val_loop._logged_outputs:
+        enter_validation(checkpoint["loops"]["fit_loop"])
+
+
+def begins_with_validation(trainer: Trainer) -> bool:
+    """Whether the resumed fit first validates; asked in ``on_train_start``."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    is_left = epoch_loop.restarted_on_train_batch_end or epoch_loop.val_loop.restarted_mid_evaluation
+    return is_left and loop.validates_now(trainer)
+
+
+def is_resumed(trainer: Trainer) -> bool:
+    """Whether the fit resumes inside an epoch, or at its end; until its first micro-batch or validation is over."""
+    return trainer.fit_loop.epoch_loop.restarting
+
+
+def is_left_in_batch_end(trainer: Trainer) -> bool:
+    """Whether the checkpoint was made in ``on_train_batch_end``, or entered as made there; asked in `on_train_start`.
+
+    What the loop does behind that hook is left out: a validation, and the plateau schedulers of interval step.
+    """
+    return trainer.fit_loop.epoch_loop.restarted_on_train_batch_end
+
+
+def enter_due_validation(trainer: Trainer) -> None:
+    """Let the loop begin with the validation that the checkpoint's micro-batch is due, or with the epoch's end.
+
+    Fact: at a restart the loop asks whether a validation is due; if none is, it trains on, also behind an epoch's last
+    micro-batch, unless the validation loop says that it has run.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    is_due = loop.validates_now(trainer)
+    if is_due and epoch_loop.restarted_on_train_batch_end:
+        epoch_loop.batch_progress.increment_completed()
+        for count in (epoch_loop.val_loop.batch_progress.total, epoch_loop.val_loop.batch_progress.current):
+            vars(count).update(_INSIDE)
+        epoch_loop.update_restart_stage()
+    elif not is_due and trainer.fit_loop.restarted_mid_epoch and loop.epoch_is_complete(trainer):
+        epoch_loop.val_loop._has_run = True
+        logs.advance_logger_step(trainer)  # as the loop does behind the validation
+
+
+def end_restart(trainer: Trainer) -> None:
+    """Let the next epoch begin as any other. Fact: the loop forgets that it restarts when it has run a micro-batch."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if epoch_loop.restarting:
+        epoch_loop.on_iteration_done()
+        epoch_loop.restarting = False
+        _keep_prefetched(trainer)
+
+
+class _Begun:
+    """A combined loader that has begun its epoch: iterated once more, it continues."""
+
+    def __init__(self, fetcher: Any) -> None:
+        self._fetcher, self._loader = fetcher, fetcher.combined_loader
+        self._left = chain(fetcher.batches, fetcher.iterator)
+
+    def __iter__(self) -> Iterator[object]:
+        self._fetcher.setup(self._loader)
+        return self._left
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loader, name)
+
+
+def _keep_prefetched(trainer: Trainer) -> None:
+    """Keep what a loader without a length has given of the next epoch already.
+
+    Fact: of such a loader one micro-batch is read ahead when the fit sets it up, and the next epoch iterates it anew.
+    One that resumes at an epoch's end has either nothing left or begins the next epoch.
+    """
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    if getattr(fetcher, "batches", None):
+        fetcher.setup(_Begun(fetcher))
+
+
+def call_batch_end(trainer: Trainer) -> None:
+    """Call ``on_train_batch_end`` of all callbacks and the module, as where the loader gives None for the micro-batch.
+
+    Fact: with None for the outputs and the batch.
+    """
+    arguments = (trainer, "on_train_batch_end", None, None, loop.ready_batches(trainer) - 1)
+    trainer._logger_connector.on_batch_start(None)
+    call_callback_hooks(*arguments)
+    call_module_hook(*arguments)
+    trainer._logger_connector.on_batch_end()
+
+
+def note_steps_before(trainer: Trainer) -> None:
+    """Let LR schedulers know that the optimizers have stepped before the checkpoint.
+
+    Fact: torch warns of a scheduler that steps before its optimizer, which it knows by this attribute.
+    """
+    for optimizer in trainer.optimizers if trainer.global_step else ():
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+# Metrics
+
+
+def followed_metrics(trainer: Trainer, monitors: Iterable[str | None]) -> dict[str, Tensor]:
+    """Return the last values of the metrics that LR schedulers (``monitors``) and callbacks follow, on the CPU.
+
+    Fact: Lightning's checkpoints hold none, so that whoever follows one misses it where a fit resumes behind its
+    validation.
+    """
+    names = {*monitors, *(getattr(callback, "monitor", None) for callback in loop.callbacks(trainer))}
+    metrics = trainer.callback_metrics if names - {None} else {}
+    return {name: value.detach().to("cpu", copy=True) for name, value in metrics.items() if name in names}
+
+
+def restore_metrics(trainer: Trainer, metrics: dict[str, Tensor]) -> None:
+    """Let ``trainer.callback_metrics`` begin with these; new values replace them."""
+    device = trainer.strategy.root_device
+    trainer._logger_connector._callback_metrics.update({name: value.to(device) for name, value in metrics.items()})
+
+
+# LR schedulers in automatic optimization
+
+
+def step_lr_schedulers(trainer: Trainer, *, at_window_end: bool) -> None:
+    """Step the LR schedulers that the loop steps behind a ``training_step``, without those that follow a metric."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if at_window_end:
+        epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+    if loop.epoch_is_complete(trainer):
+        epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+
+def step_plateau_schedulers(trainer: Trainer) -> None:
+    """Step those of interval step that follow a metric, which the loop does behind the validation."""
+    if _metrics_are_known(trainer, "step"):
+        trainer.fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+
+
+def let_plateau_schedulers_step(trainer: Trainer) -> None:
+    """Let the loop step those of interval epoch at the end of a resumed epoch, if their metrics are known.
+
+    Fact: it leaves them out while it is restarting, since checkpoints hold no metrics.
+    """
+    if trainer.fit_loop.restarting and _metrics_are_known(trainer, "epoch"):
+        trainer.fit_loop._restarting = False
+
+
+def _metrics_are_known(trainer: Trainer, interval: str) -> bool:
+    followed = [c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau and c.interval == interval]
+    return all(monitor in trainer.callback_metrics for monitor in followed)
