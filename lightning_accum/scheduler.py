@@ -168,7 +168,7 @@ class AccumulationScheduler(Callback):
             self._restore(trainer)
         if self._engine.ranks.size > 1:
             refusals.refuse_unequal_ends(trainer)
-        place = loop.ready_batches(trainer) - 1
+        place = loop.place_in_epoch(trainer, batch_idx)
         if self._placement.begin_batch(trainer, place, extends_overdue=self._door.extends_overdue):
             self.gradients.start(trainer.optimizers)  # BackboneFinetuning adds parameters between windows
         self._door.begin_batch(batch)

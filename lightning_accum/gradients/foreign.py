@@ -38,6 +38,10 @@ class LeftGradients:
         with torch.no_grad():
             for gradient in left:
                 gradient.zero_()
+        self.mark(index, optimizer)
+
+    def mark(self, index: int, optimizer: Optimizer) -> None:
+        """Remember what is there."""
         self._marks[index] = {parameter: _mark(parameter) for parameter in parameters(optimizer)}
 
     def foreign(self, index: int, optimizer: Optimizer) -> Tensor | None:

@@ -84,11 +84,18 @@ def skips_backward(trainer: Trainer) -> bool:
 
 
 def ready_batches(trainer: Trainer) -> int:
-    """Micro-batches of this epoch that the loop has begun, the present one included.
-
-    Fact: the `batch_idx` of Lightning's hooks is one behind where ``training_step`` takes the loader's iterator.
-    """
+    """Micro-batches of this epoch that the loop has begun, the present one included."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def place_in_epoch(trainer: Trainer, batch_idx: int) -> int:
+    """Return the present micro-batch's place in the epoch, in ``on_train_batch_start``.
+
+    Fact: the hook's `batch_idx` is one behind from the second one on, where ``training_step`` takes the loader's
+    iterator.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    return ready_batches(trainer) - 1 if type(fetcher).__name__ == "_DataLoaderIterDataFetcher" else batch_idx
 
 
 def batch_is_processed(trainer: Trainer) -> bool:

@@ -47,7 +47,7 @@ def _checked(length: object) -> int:
     return length
 
 
-def _lists(batch: object) -> Iterator[Sequence[Any]]:
+def _lists(batch: object) -> Iterator[Sequence[object]]:
     if isinstance(batch, (list, tuple)):
         yield batch
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
@@ -55,22 +55,23 @@ def _lists(batch: object) -> Iterator[Sequence[Any]]:
         yield from _lists(part)
 
 
-def _may_be_items(entries: Sequence[Any], dim: int) -> bool:
+def _may_be_items(entries: Sequence[object], dim: int) -> bool:
     """Whether a list of tensors may be one of images or sounds, whose first dimension is that of the channels."""
-    if dim != 0 or len(entries) < 2 or not all(isinstance(entry, Tensor) for entry in entries):
+    tensors = [entry for entry in entries if isinstance(entry, Tensor)]
+    if dim != 0 or len(tensors) < 2 or len(tensors) < len(entries):
         return False
-    dims, channels = {tensor.dim() for tensor in entries}, {tensor.shape[:1] for tensor in entries}
+    dims, channels = {tensor.dim() for tensor in tensors}, {tensor.shape[:1] for tensor in tensors}
     if len(dims) > 1 or len(channels) > 1 or (most := _MOST_CHANNELS.get(max(dims), 0)) == 0:
         return False
     # Two columns of two dimensions, x and y, are what every loader gives.
-    return entries[0].shape[0] <= most and (dims == {3} or len(entries) > 2)
+    return tensors[0].shape[0] <= most and (dims == {3} or len(tensors) > 2)
 
 
-def _entries_or_columns(batch: Sequence[Any], dim: int, slicer: Slicer) -> int:
+def _entries_or_columns(batch: Sequence[object], dim: int, slicer: Slicer) -> int:
     """Count the entries, or the items of columns; raise where both are possible."""
-    lengths = {len(entry) for entry in batch if isinstance(entry, (list, tuple))}
-    if lengths and all(isinstance(entry, (list, tuple)) for entry in batch):
-        return _of_nested(batch, lengths)
+    nested = [entry for entry in batch if isinstance(entry, (list, tuple))]
+    if nested and len(nested) == len(batch):
+        return _of_nested(nested)
     try:
         columns: int | None = batch_size(batch, dim)
     except (TypeError, ValueError):
@@ -79,7 +80,7 @@ def _entries_or_columns(batch: Sequence[Any], dim: int, slicer: Slicer) -> int:
     if columns is None and 0 < len(tensors) < len(batch):
         raise _cannot_tell(batch)
     is_plain = columns is None or columns == len(batch)
-    if is_plain or (_may_be_items(batch, dim) and _cuts_entries(slicer, batch)):
+    if is_plain or (_may_be_items(batch, dim) and _cuts_entries(slicer, tensors)):
         return len(batch)
     if _may_be_items(batch, dim) or all(isinstance(entry, Mapping) for entry in batch):
         raise _cannot_tell(batch)
@@ -87,7 +88,8 @@ def _entries_or_columns(batch: Sequence[Any], dim: int, slicer: Slicer) -> int:
     return columns
 
 
-def _of_nested(batch: Sequence[Sequence[Any]], lengths: set[int]) -> int:
+def _of_nested(batch: Sequence[Sequence[object]]) -> int:
+    lengths = {len(entry) for entry in batch}
     kinds = [{type(part) for part in entry} for entry in batch]
     if len(lengths) > 1 or len(batch) in lengths or any(len(kind) > 1 for kind in kinds):
         return len(batch)  # items, each of several parts
@@ -104,7 +106,7 @@ def _cuts_entries(slicer: Slicer, batch: Sequence[Tensor]) -> bool:
     return all(isinstance(a, Tensor) and a.shape == b.shape for a, b in zip(whole, batch, strict=True))
 
 
-def _cannot_tell(batch: Sequence[Any]) -> ValueError:
+def _cannot_tell(batch: Sequence[object]) -> ValueError:
     kinds = ", ".join(sorted({type(entry).__name__ for entry in batch}))
     first = next((f", the first of shape {tuple(entry.shape)}" for entry in batch if isinstance(entry, Tensor)), "")
     return ValueError(

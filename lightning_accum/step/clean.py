@@ -38,6 +38,14 @@ class CleanGradients:
             zero_grad()
         self._left.clear(index, optimizer)
 
+    def accept(self, before: int) -> None:
+        """Take what a sync has put into empty windows, after ``before`` backwards, for theirs: their share of it."""
+        if self._engine.ranks.backwards > before:
+            for index, optimizer in enumerate(self._engine.trainer.optimizers):
+                if self._engine.progress.accumulator(index).phase is Phase.EMPTY:
+                    self._engine.gradients.turn_to(optimizer)
+                    self._left.mark(index, optimizer)
+
     def check(self, index: int) -> None:
         """Raise if the empty window of an optimizer has gradients."""
         optimizer = self._engine.trainer.optimizers[index]

@@ -31,7 +31,7 @@ class HandStepGuard:
         self._watched: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
 
-    def follow(self, optimizers: list[Optimizer]) -> None:
+    def install(self, optimizers: list[Optimizer]) -> None:
         """Watch these; a callback may make them anew in the middle of a fit."""
         if len(optimizers) == len(self._watched) and all(map(is_, optimizers, self._watched)):
             return

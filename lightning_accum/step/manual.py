@@ -60,8 +60,8 @@ class ManualStep:
         try:
             output = training_step(*args, **kwargs)
             if not self._is_alone:
-                with self.engine.apart():
-                    self.ranks.join_backward(before)
+                self.ranks.join_backward(before)
+                self._clean.accept(before)
             if closes:
                 self._warn_if_never_called(output)
                 self.close_window(at=loop.ready_batches(self.trainer))

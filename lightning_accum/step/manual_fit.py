@@ -72,11 +72,11 @@ class ManualDoor(Door):
 
     @override
     def start(self) -> None:
-        self._guard.follow(self._trainer.optimizers)
+        self._guard.install(self._trainer.optimizers)
 
     @override
     def begin_batch(self, batch: object) -> None:
-        self._guard.follow(self._trainer.optimizers)
+        self._guard.install(self._trainer.optimizers)
 
     @override
     def begin_epoch(self) -> None:
