@@ -24,7 +24,8 @@ class EffectiveStep:
         loss: the window's weighted mean, scalar ``()``, at least float32; neither scaled nor divided by the factor.
         weight: sum of the weights in the window; without weights, the number of micro-batches.
         micro_batches: contributions on this rank.
-        grad_norm: total gradient norm before clipping, scalar ``()``; None if the gradient was not clipped by norm.
+        grad_norm: norm of the window's gradient before clipping, over all parameters of the optimizer (under FSDP, of
+            the model) and all their shards, scalar ``()``; None if a hook had taken the gradient away.
         skipped: whether the optimizer step was skipped, so that the weights did not change.
         optimizer_idx: position of the optimizer in ``configure_optimizers``.
     """

@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_accum.attach import with_scheduler
 from lightning_accum.checks import refusals
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.scheduler import AccumulationScheduler
-from lightning_accum.seams import hooks, loop
-from lightning_accum.seams.roots import (
-    CALLBACKS,
-    LIGHTNING_MODULES,
-    Callback,
-    LightningModule,
-    MisconfigurationException,
-)
-from lightning_accum.split import retry
+from lightning_accum.seams import hooks
+from lightning_accum.seams.roots import LIGHTNING_MODULES, LightningModule
+from lightning_accum.seams.window_length import opens_window
+from lightning_accum.split import cached, retry
+from lightning_accum.split.batch import SplitBatch, own_cuts
 from lightning_accum.step.manual_fit import ModuleState
 
 if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
-    from lightning_accum.checks.arguments import OneOrMore
+    from lightning_accum.checks.lists import OneOrMore
 
     _Module = LightningModule
 else:
     _Module = object
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-
-
-def _uncompiled(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Keep a method out of ``torch.compile``, with the types that torch's own decorator takes away."""
-    uncompiled: Callable[_Arguments, _Result] = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
-    return uncompiled
 
 
 class AccumulationMixin(_Module):
@@ -77,20 +63,19 @@ class AccumulationMixin(_Module):
     __jit_unused_properties__ = (  # type: ignore[assignment]
         *LightningModule.__jit_unused_properties__,
         "effective_step",
+        "opens_window",
         "skipped_steps",
     )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Check the order of the bases, and wrap the two hooks that must work without a ``super()`` call."""
+        """Check the order of the bases, and wrap what must work without a ``super()`` call, or uncompiled."""
         super().__init_subclass__(**kwargs)
         bases = cls.__mro__
         if any(bases.index(base) < bases.index(AccumulationMixin) for base in LIGHTNING_MODULES if base in bases):
-            raise TypeError(
-                f"class {cls.__name__}: AccumulationMixin comes after LightningModule among the bases, whose hooks"
-                f" would hide its own. Write `class {cls.__name__}(AccumulationMixin, LightningModule)`."
-            )
+            raise refusals.mixin_comes_second(cls)
         hooks.wrap(cls, "training_step", _run_training_step)
-        hooks.wrap(cls, "configure_callbacks", _run_configure_callbacks)
+        hooks.wrap(cls, "configure_callbacks", with_scheduler)
+        hooks.wrap(cls, "log", _run_log)
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
@@ -109,10 +94,7 @@ class AccumulationMixin(_Module):
     @automatic_optimization.setter
     def automatic_optimization(self, automatic: bool) -> None:
         if automatic:
-            raise MisconfigurationException(
-                f"{type(self).__name__}.automatic_optimization = True: AccumulationMixin is for manual optimization."
-                " For automatic optimization leave it out, and add an AccumulationScheduler to the callbacks."
-            )
+            raise refusals.mixin_is_for_manual_optimization(type(self))
 
     @property
     def effective_step(self) -> int:
@@ -124,7 +106,13 @@ class AccumulationMixin(_Module):
         """How many of these windows moved no weights; 0 before a fit."""
         return self._accumulation.progress.skipped_steps
 
-    @_uncompiled
+    @property
+    def opens_window(self) -> bool:
+        """Whether the present micro-batch opens an accumulation window; False outside of a fit."""
+        step = self._accumulation.step
+        return step is not None and opens_window(step.trainer)
+
+    @hooks.uncompiled
     def accumulate(
         self,
         loss: Tensor | None,
@@ -148,22 +136,18 @@ class AccumulationMixin(_Module):
                 when ``training_step`` ends. With several optimizers it also keeps the graph for the next call.
 
         Returns:
-            What the window reports, if this call closed it with an optimizer step; otherwise None. Of a list: what the
-            last one's reports.
+            What the window (of a list: the last one's) reports, if this call closed it with a step; otherwise None.
 
         Raises:
             RuntimeError: called outside ``training_step``, again after the window was closed, or with a loss without
                 a graph; gradients that another backward has made, or that are gone from the open window.
             TypeError: a loss that is not a tensor; a weight that is not a number.
-            ValueError: a loss that is not a scalar; a negative or non-finite Python weight; an optimizer that is not
-                this module's, or none where there are several.
+            ValueError: a loss that is not a scalar; a negative or non-finite weight; an optimizer of another module, or
+                none where there are several.
         """
-        step = self._accumulation.step
-        if step is None:
-            raise refusals.outside_training_step("accumulate(loss")
-        return step.accumulate(loss, weight, optimizer, more=more)
+        return self._accumulation.running_step("accumulate(loss", self).accumulate(loss, weight, optimizer, more=more)
 
-    @_uncompiled
+    @hooks.uncompiled
     def accumulate_split(
         self,
         batch: Any,
@@ -175,19 +159,16 @@ class AccumulationMixin(_Module):
     ) -> EffectiveStep | None:
         """Add one batch of the loader in several micro-batches, forward and backward one after the other.
 
-        Memory is needed for the activations of one of them. The sizes are as equal as possible. With a factor N the
-        window is of N batches.
+        Memory is needed for the activations of one. Sizes are as equal as possible. A factor N counts N batches.
 
         Args:
             batch: tensors, alone or nested in tuples, lists, mappings and dataclasses, of which each micro-batch gets
                 views; or an object with ``__len__`` and slicing. A module may define
-                ``slice_micro_batch(batch, start, stop)``, which cuts instead, and ``batch_length(batch)``, which counts
-                instead. A list of images may be items or columns: without these it is refused.
+                ``slice_micro_batch(batch, start, stop)``, which cuts instead, and ``batch_length(batch)``, which counts.
             loss_fn: returns the loss of a micro-batch, or ``(loss, weight)``, as for `accumulate`. Without a weight it
                 weighs what the scheduler's ``weight_fn`` returns for it, or else its size.
             micro_batch_size: items in a micro-batch, at most. ``"auto"`` begins with the whole batch. When memory runs
-                out, all that the try has done is undone (gradients, random states, the module's buffers; not what
-                ``loss_fn`` does elsewhere), and the same batch is tried in halves. The size that fits is kept. Inside
+                out, all that the try has done is undone (gradients, random states, the module's buffers), and the same batch is tried in halves. The size that fits is kept. Inside
                 a window this costs one more copy of the gradients. Every rank must make the same calls.
             optimizer: whose window; needed only if there are several.
             batch_dim: the tensors' batch dimension.
@@ -201,12 +182,46 @@ class AccumulationMixin(_Module):
             ValueError: a batch whose parts differ in size, or may be items or columns; a size below 1.
             MisconfigurationException: ``"auto"`` where ranks wait for each other inside forward or backward.
         """
-        step = self._accumulation.step
-        if step is None:
-            raise refusals.outside_training_step("accumulate_split(batch, loss_fn")
-        slicer, counter = (getattr(self, name, None) for name in ("slice_micro_batch", "batch_length"))
-        split = retry.SplitBatch(batch, loss_fn, batch_dim, slicer, counter if callable(counter) else None)
+        step = self._accumulation.running_step(retry.CALL, self)
+        split = SplitBatch(batch, loss_fn, batch_dim, *own_cuts(self))
         return retry.accumulate_split(step, optimizer, split, micro_batch_size)
+
+    @hooks.uncompiled
+    def accumulate_cached(
+        self,
+        batch: object,
+        embed_fn: cached.EmbedFn,
+        loss_fn: cached.ContrastFn,
+        *,
+        micro_batch_size: int | Literal["auto"],
+        weight: float | Tensor | None = None,
+        optimizer: Optimizer | LightningOptimizer | None = None,
+        batch_dim: int = 0,
+    ) -> EffectiveStep | None:
+        """Add one batch whose items the loss compares (contrastive), exactly, at the memory of one micro-batch.
+
+        Embeds all micro-batches without a graph, runs ``loss_fn`` on the embeddings of the whole batch, and embeds each
+        micro-batch again for its backward (gradient caching). The second pass repeats the random states (torch, numpy,
+        Python) and the module's buffers of the first. With a factor N the window is the weighted mean of N such losses.
+
+        Args:
+            batch: as for `accumulate_split`; at least one item.
+            embed_fn: returns a micro-batch's embeddings, batch first: a tensor, or a tuple or dict of tensors. Runs twice.
+            loss_fn: takes the embeddings of the whole batch; returns the loss, the mean over ``weight`` items. Its own
+                parameters (a temperature) learn too. It may gather: ``self.all_gather(x, sync_grads=True)``.
+            micro_batch_size: as for `accumulate_split`; ``"auto"`` halves it in both passes.
+            weight: as for `accumulate`. Default: the scheduler's ``weight_fn``, or the batch's size.
+            optimizer: whose window; needed only if there are several.
+            batch_dim: the batch dimension of the tensors in ``batch``.
+
+        Returns and raises as `accumulate_split`; ValueError also for an empty batch, and embeddings not batch first.
+
+        References:
+            Gao et al., Scaling Deep Contrastive Learning Batch Size, 2021, https://arxiv.org/abs/2101.06983
+        """
+        step = self._accumulation.running_step("accumulate_cached(batch, embed_fn, loss_fn", self)
+        split = SplitBatch(batch, embed_fn, batch_dim, *own_cuts(self), "accumulate_cached")
+        return cached.accumulate_cached(step, optimizer, split, cached.Objective(loss_fn, weight), micro_batch_size)
 
     @override
     def clip_gradients(
@@ -224,25 +239,12 @@ class AccumulationMixin(_Module):
 
 def _run_training_step(module: AccumulationMixin, training_step: hooks.Hook, *args: object, **kwargs: object) -> object:
     step = module._accumulation.step
-    return training_step(*args, **kwargs) if step is None else step.run(training_step, *args, **kwargs)
+    if step is None or step.micro_batch is not None:  # inside a hook on the object, which runs around the class's
+        return training_step(*args, **kwargs)
+    return step.run(training_step, *args, **kwargs)
 
 
-def _run_configure_callbacks(module: AccumulationMixin, configure_callbacks: hooks.Hook) -> list[Callback]:
-    """Attach a scheduler for the Trainer's factor, if there is none, and let the validator pass the flags."""
-    configured, trainer = configure_callbacks(), module.trainer
-    callbacks = [configured] if isinstance(configured, CALLBACKS) else list(configured or [])
-    present = [c for c in loop.callbacks(trainer) if not (isinstance(c, AccumulationScheduler) and c.is_attached)]
-    loop.set_callbacks(trainer, present)  # without what a fit that failed has left
-    scheduler = next((c for c in (*callbacks, *present) if isinstance(c, AccumulationScheduler)), None)
-    fitting = trainer.state.fn == "fit"
-    if scheduler is None:
-        refusals.refuse_schedule_as_flag(trainer)
-        # Also for validation and test: a checkpoint of the fit has its state, and Lightning would miss it.
-        scheduler = AccumulationScheduler(trainer.accumulate_grad_batches)
-        scheduler.is_attached = True
-        callbacks.append(scheduler)
-    elif fitting:
-        refusals.refuse_two_factors(trainer)
-    if fitting:
-        scheduler.flags.hide(trainer)
-    return callbacks
+@hooks.uncompiled
+def _run_log(module: AccumulationMixin, log: hooks.Hook, *args: object, **kwargs: object) -> object:
+    # Fact: up to Lightning 2.6.6 `torch.compile` fails to trace how `log` reads signatures (Lightning's issue #21836).
+    return log(*args, **kwargs)

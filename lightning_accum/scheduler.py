@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_accum.checks import advice, refusals
-from lightning_accum.checks.arguments import check_weight_fn
+from lightning_accum.checks.arguments import check_bools, check_options
 from lightning_accum.gradients.window import WindowGradients
-from lightning_accum.schedule import resolve
-from lightning_accum.schedule.factors import Interval, PartialWindow, refuse_unknown, requested
+from lightning_accum.schedule.assigned import AssignableSchedule
+from lightning_accum.schedule.factors import Interval, PartialWindow
 from lightning_accum.seams import hooks, loop, restart
 from lightning_accum.seams.flags import TrainerFlags
-from lightning_accum.seams.roots import SIGTERM_EXCEPTIONS, Callback, rank_zero_info
+from lightning_accum.seams.roots import SIGTERM_EXCEPTIONS, Callback
 from lightning_accum.step import resume
 from lightning_accum.step.doors import choose_door
 from lightning_accum.step.engine import Door, Engine, Options
 from lightning_accum.step.guards import check_first_backward
 from lightning_accum.window import checkpoint as checkpoints
-from lightning_accum.window.checkpoint import new_state
 from lightning_accum.window.placement import WindowPlacement
 from lightning_accum.window.progress import Progress, State
 
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class AccumulationScheduler(Callback):
+class AccumulationScheduler(AssignableSchedule, Callback):
     """Schedules the accumulation factor; makes every accumulation window's update that of the one big batch.
 
     In automatic optimization nothing else is needed; in manual optimization it works with `AccumulationMixin`. Each
     window gets its true length (an epoch's last one may be shorter), the factor changes only where a window opens, and
     a resumed fit continues the open window. During a fit ``trainer.accumulate_grad_batches`` is the current window's
-    length; afterwards the Trainer has its own value again.
+    length, afterwards its own value again. Between fits `scheduling`, `effective_batch_size` and `interval` can change.
 
     Args:
         scheduling: the accumulation factor (micro-batches per window), or ``{start: factor}``, for example
@@ -84,28 +83,30 @@ class AccumulationScheduler(Callback):
         save_gradients: bool = True,
         sync_each_micro_batch: bool = False,
     ) -> None:
-        refuse_unknown("partial_window", partial_window, PartialWindow)
-        check_weight_fn(weight_fn)
-        self.schedule = requested(scheduling, effective_batch_size, interval)
-        self.scheduling = dict(scheduling) if isinstance(scheduling, Mapping) else scheduling
+        check_options(partial_window, weight_fn)
+        check_bools(accumulate_in_float32=accumulate_in_float32, save_gradients=save_gradients)
+        check_bools(sync_each_micro_batch=sync_each_micro_batch)
+        self._request(scheduling, effective_batch_size, interval)
         self.partial_window = partial_window
         self.weight_fn = weight_fn
         self.save_gradients = save_gradients
         self.sync_each_micro_batch = sync_each_micro_batch
         self.is_attached = False  # by the mixin, for one fit
-        self.gradients = WindowGradients(accumulate_in_float32)
-        self.flags = TrainerFlags()
+        self.gradients, self.flags = WindowGradients(accumulate_in_float32), TrainerFlags()
         hooks.leave_out(self, "on_before_backward", "on_after_backward", "on_before_zero_grad")
         self._reset()
 
     def _reset(self) -> None:
-        """Forget the last fit."""
         self.gradients.end()
-        self.progress = Progress()
-        self._door = Door()
+        self.progress, self._door = Progress(), Door()
         self._placement = WindowPlacement(self.schedule, self.partial_window, self.progress, self.flags)
         self._restored: State | None = None  # from a checkpoint, until training starts
         self._has_failed = False
+
+    @override
+    def _refuse_assignment(self, name: str) -> None:
+        if type(self._door) is not Door and not self._has_failed:
+            raise refusals.runs(name)
 
     # In the order of a run
 
@@ -114,16 +115,13 @@ class AccumulationScheduler(Callback):
         if stage != "fit":
             return
         if self.is_attached and not self.flags.are_hidden:
-            self._detach(trainer)  # left over from a fit of another module that failed
+            loop.remove_callback(trainer, self)  # left over from a fit of another module that failed
             return
-        refusals.refuse_strategy(trainer)
-        refusals.refuse_sync_each_under_offload(trainer, self.sync_each_micro_batch)
-        refusals.refuse_second_scheduler(trainer)
+        refusals.refuse_at_setup(trainer, sync_each=self.sync_each_micro_batch)
         self._reset()
-        self.progress.load_state_dict(new_state(trainer))  # stays, if no epoch is left
+        self.progress.load_state_dict(checkpoints.new_state(trainer))  # stays, if no epoch is left
         options = Options(self.weight_fn, self.partial_window, self.save_gradients, self.sync_each_micro_batch)
-        self._engine = Engine(trainer, pl_module, options, self.progress, self.gradients, self.flags)
-        self._engine.scheduler = self
+        self._engine = Engine(trainer, pl_module, options, self.progress, self.gradients, self.flags, self)
         self._door = choose_door(self._engine, pl_module)
         self._placement.begin_fit(trainer, pl_module)
 
@@ -136,27 +134,23 @@ class AccumulationScheduler(Callback):
         self._door.begin_fit(schedule)
         advice.warn_of_low_precision(trainer.optimizers, schedule, in_float32)
         self.gradients.start(trainer.optimizers)
-        if schedule.largest_factor > 1:
-            check_first_backward(trainer)
+        check_first_backward(trainer, schedule)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         state = self._restore(trainer)
-        self._engine.guard_open_window()
         self._door.start()
         resume.finish_batch_after_start(self._engine, self._door, state)
         refusals.refuse_unequal_loaders(trainer)
         schedule = self._placement.schedule
         advice.warn_at_start(trainer, pl_module, schedule, self.partial_window)
         self._engine.unweighted_warning = advice.unequal_micro_batches(trainer, schedule, self.partial_window) or ""
-        rank_zero_info(resolve.arithmetic(trainer, schedule))
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._door.begin_epoch()
         if self._placement.follow_loader(trainer):  # `reload_dataloaders_every_n_epochs`
-            advice.warn_of_rounded_sizes(trainer, self._placement.schedule)
-            rank_zero_info(resolve.arithmetic(trainer, self._placement.schedule))
+            advice.warn_of_other_factors(trainer, self._placement.schedule)
         self._placement.begin_epoch(trainer)
 
     @override
@@ -204,7 +198,7 @@ class AccumulationScheduler(Callback):
         self._door = Door()
         self.gradients.end()
         if self.is_attached:
-            self._detach(trainer)
+            loop.remove_callback(trainer, self)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -218,33 +212,29 @@ class AccumulationScheduler(Callback):
         self.gradients.release()
         self._door.release()
         hooks.unshadow_all(module, "on_validation_model_zero_grad", "configure_optimizers", "on_train_start")
-        hooks.unshadow_all(trainer.strategy, "backward", "block_backward_sync")
-        hooks.unshadow_all(trainer.precision_plugin, "backward", "_after_closure")
+        for owner in (trainer.strategy, trainer.precision_plugin):
+            hooks.unshadow_all(owner, "backward", "block_backward_sync", "_after_closure")
 
     # Checkpoints
 
     def _restore(self, trainer: Trainer) -> State:
         """Go on where the checkpoint was made; without one, where Lightning's own counter stands."""
-        state, self._restored = self._restored or new_state(trainer), None
+        state, self._restored = self._restored or checkpoints.new_state(trainer), None
         self.progress.load_state_dict(state)
         self._placement.resume(trainer, state["window"])
         advice.warn_of_lost_gradients(checkpoints.restore_gradients(trainer, self.progress, self.gradients, state))
         return state
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return self.progress.state_dict()
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        kept = self._door.before_save()
         why_not = None if self.save_gradients else "`save_gradients=False`"
         if why_not is None and self._has_failed and trainer.world_size > 1:
             why_not = "one rank may have failed alone"
-        if checkpoints.batch_is_done(trainer, self.progress):
-            loop.enter_batch_as_done(checkpoint)
-        restart.keep_validation(trainer, checkpoint)
-        kept |= checkpoints.unfinished(trainer, self.progress)
+        kept = self._door.before_save() | checkpoints.enter_batch(trainer, self.progress, checkpoint)
         kept |= checkpoints.snapshot(trainer, self.progress, self.gradients, why_not)
         checkpoint["callbacks"][self.state_key] |= kept
 
@@ -256,6 +246,3 @@ class AccumulationScheduler(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = checkpoints.upgrade(state_dict)
         self.progress.load_state_dict(self._restored)  # now, for a fit that has no epoch left
-
-    def _detach(self, trainer: Trainer) -> None:
-        loop.set_callbacks(trainer, [callback for callback in loop.callbacks(trainer) if callback is not self])

@@ -9,22 +9,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum.callbacks._base import AccumulationCallback
+from lightning_accum.callbacks._epoch_loss import EpochLoss
+from lightning_accum.callbacks._pictured import PicturedCallback
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.schedule import resolve
 from lightning_accum.schedule.epoch import samples
 from lightning_accum.schedule.plan import AccumulationPlan
-from lightning_accum.seams import logs, loop
+from lightning_accum.seams import hooks, logs, loop
 from lightning_accum.seams.roots import rank_zero_info, rank_zero_only
 from lightning_accum.seams.window_length import current_window
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ProgressBar
 
 _TITLE = "Accumulation plan"
 
 
-class AccumulationMonitor(AccumulationCallback):
+class AccumulationMonitor(PicturedCallback):
     """Shows the accumulation plan at fit start and logs the figures of each effective step.
 
     Once per effective step, where ``Trainer(log_every_n_steps=...)`` makes one due, it writes to the Trainer's loggers,
@@ -35,14 +37,23 @@ class AccumulationMonitor(AccumulationCallback):
       and ``accumulation/samples`` are left out if the loader's batch size is unknown;
     - ``accumulation/effective_step``: windows closed so far, this one included;
     - ``accumulation/samples``: samples seen so far, on all ranks;
+    - ``accumulation/loss``: the window's weighted mean loss; ``accumulation/grad_norm``: the norm of its gradient
+      before any clip; ``accumulation/skipped``: 1 if the step moved no weights, else 0. With several optimizers the
+      second one's are ``accumulation/loss-1`` and so on;
     - ``accumulation/lr``: the learning rate of this step, of the first optimizer's first parameter group; a
       `LearningRateScaler` logs it instead, if there is one.
 
+    At each epoch's end it logs ``accumulation/epoch_loss``: the mean of the epoch's windows, each with its weight, also
+    in a resumed fit. ModelCheckpoint and EarlyStopping can monitor it.
+
     Args:
-        prog_bar: whether the progress bar shows ``effective_step`` (windows closed so far) and micro-batch i of N, as
-            ``micro_batch`` and ``window_length``.
+        prog_bar: whether the progress bar shows ``effective_step`` (windows closed so far) and ``micro_batch``, as 3/4
+            for the third one of a window of four.
+        plot: whether TensorBoard's and W&B's loggers get the picture of `plot` at the fit's end. Needs matplotlib, the
+            extra ``plot``.
 
     Raises:
+        ModuleNotFoundError: with ``plot=True`` at fit start, if matplotlib is not installed.
         MisconfigurationException: at fit start, if there is neither an AccumulationScheduler nor an AccumulationMixin.
 
     Example:
@@ -51,32 +62,39 @@ class AccumulationMonitor(AccumulationCallback):
         >>> trainer = L.Trainer(callbacks=callbacks, logger=False, enable_checkpointing=False)
     """
 
-    def __init__(self, prog_bar: bool = False) -> None:
+    shows_plan = True  # the scheduler then leaves out its line at fit start
+
+    def __init__(self, prog_bar: bool = False, plot: bool = False) -> None:
+        super().__init__(plot)
         self.prog_bar = prog_bar
         self._samples = 0
         self._place: list[int] | None = None  # epoch and index of the last micro-batch in `_samples`
         self._last_index = -1
-        self._lr: tuple[int, float | Tensor] = (
-            -1,
-            0.0,
-        )  # the window that the first optimizer stepped in last, its rate
+        self._lrs: dict[int, float | Tensor] = {}  # the window that the first optimizer stepped in last: its rate
         self._logs_lr = True
+        self._epoch_losses: dict[int, EpochLoss] = {}  # by the optimizer's position
 
     @override
     def _begin_fit(self, trainer: Trainer) -> None:
+        super()._begin_fit(trainer)
         if trainer.global_step == 0:
             self._samples, self._place = 0, None
         self._logs_lr = not any(getattr(other, "logs_learning_rate", False) for other in loop.callbacks(trainer))
+        self._epoch_losses = {}
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_index = -1
+        if self.prog_bar and trainer.progress_bar_callback is not None:
+            show_in_bar(trainer.progress_bar_callback)
         _show_plan(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # Not in `on_effective_step_end`: a checkpoint may be saved earlier, and a window of weight 0 is not reported.
         place = [trainer.current_epoch, batch_idx]
+        if self._place is not None and self._place[0] != place[0]:
+            self._epoch_losses = {}  # not where an epoch starts: a fit that resumes at one's end skips that hook
         if place != self._place:  # a fit that resumes after an error may repeat its last micro-batch
             self._samples += samples(trainer, batch_idx, batch_idx + 1) or 0
             self._place = place
@@ -85,49 +103,84 @@ class AccumulationMonitor(AccumulationCallback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         # Before the step: in automatic optimization the LR schedulers have advanced when `on_effective_step_end` runs.
         if optimizer is trainer.optimizers[0]:
-            self._lr = current_window(trainer).index, optimizer.param_groups[0]["lr"]
+            self._lrs = {current_window(trainer).index: optimizer.param_groups[0]["lr"]}
 
     def on_effective_step_end(self, trainer: Trainer, pl_module: LightningModule, step: EffectiveStep) -> None:
         """Log the window's figures."""
-        if step.index == self._last_index:  # another optimizer has reported the same window
-            return
-        self._last_index = step.index
-        window = current_window(trainer)
-        in_window = samples(trainer, window.opened_at, loop.ready_batches(trainer))
+        self._epoch_losses.setdefault(step.optimizer_idx, EpochLoss()).add(step)
+        suffix = _suffix(step.optimizer_idx)
         metrics: dict[str, float | Tensor] = {
-            "accumulation/factor": window.factor,
-            "accumulation/effective_step": step.index + 1,
+            f"accumulation/loss{suffix}": step.loss,
+            f"accumulation/skipped{suffix}": int(step.skipped),
         }
-        if in_window is not None:
-            metrics["accumulation/effective_batch_size"] = in_window
-            metrics["accumulation/samples"] = self._samples
-        if self._logs_lr:
-            stepped_in, lr = self._lr  # it may step behind this one, or not at all
-            present = trainer.optimizers[0].param_groups[0]["lr"]
-            metrics["accumulation/lr"] = lr if stepped_in == step.index else present
+        if step.grad_norm is not None:
+            metrics[f"accumulation/grad_norm{suffix}"] = step.grad_norm
+        if step.index != self._last_index:  # no other optimizer has reported the same window
+            self._last_index = step.index
+            metrics |= self._of_window(trainer, step)
+            if self._logs_lr:
+                # The first optimizer may step after this one, or not at all in this window.
+                present = trainer.optimizers[0].param_groups[0]["lr"]
+                metrics["accumulation/lr"] = self._lrs.get(step.index, present)
         logs.log_metrics(trainer, metrics)
 
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if not self.prog_bar:
-            return
+    def _of_window(self, trainer: Trainer, step: EffectiveStep) -> dict[str, float]:
         window = current_window(trainer)
-        shown = {
-            "effective_step": window.index + loop.closes_window(trainer),  # this callback may run before it is counted
-            "micro_batch": batch_idx + 1 - window.opened_at,
-            "window_length": int(window),
-        }
-        pl_module.log_dict({name: float(value) for name, value in shown.items()}, prog_bar=True, logger=False)
+        shared: dict[str, float] = {"accumulation/factor": window.factor, "accumulation/effective_step": step.index + 1}
+        in_window = samples(trainer, window.opened_at, loop.ready_batches(trainer))
+        if in_window is not None:
+            shared |= {"accumulation/effective_batch_size": in_window, "accumulation/samples": self._samples}
+        return shared
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        window = current_window(trainer)
+        if window.ends_with_epoch and window.closed_at is None and not pl_module.automatic_optimization:
+            for index in range(len(trainer.optimizers)):  # the mixin steps with it in a later callback's hook
+                self._epoch_losses.setdefault(index, EpochLoss())
+        for index, metric in self._epoch_losses.items():
+            name = f"accumulation/epoch_loss{_suffix(index)}"
+            # The metric, not its value: it is computed when all hooks of the epoch's end have run.
+            pl_module.log(name, metric, on_step=False, on_epoch=True, metric_attribute=name, batch_size=1)
+
+    @override
+    def _end_fit(self, trainer: Trainer) -> None:
+        if trainer.progress_bar_callback is not None:
+            hooks.unshadow_all(trainer.progress_bar_callback, "get_metrics")
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"samples": self._samples, "place": self._place}
+        losses = {index: metric.sums for index, metric in self._epoch_losses.items() if metric.update_called}
+        return {"samples": self._samples, "place": self._place, **({"epoch_losses": losses} if losses else {})}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._samples, self._place = state_dict["samples"], state_dict.get("place")
+        losses = state_dict.get("epoch_losses", {})
+        self._epoch_losses = {index: EpochLoss.from_sums(sums) for index, sums in losses.items()}
+
+
+def _suffix(optimizer_idx: int) -> str:
+    return f"-{optimizer_idx}" if optimizer_idx else ""
+
+
+def show_in_bar(bar: ProgressBar) -> None:
+    """Add the effective step and the micro-batch's place in its window to what a progress bar shows.
+
+    Not by ``self.log``, which takes only numbers and shows 10 as 10.00.
+    """
+    own = bar.get_metrics
+
+    def with_place(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        window, ready = current_window(trainer), loop.ready_batches(trainer)
+        shown = own(trainer, pl_module)
+        if ready == 0:
+            return shown
+        steps = window.index + loop.closes_window(trainer)  # the bar may draw before the window is counted
+        return {**shown, "effective_step": str(steps), "micro_batch": f"{ready - window.opened_at}/{int(window)}"}
+
+    hooks.unshadow_all(bar, "get_metrics")
+    hooks.shadow(bar, "get_metrics", with_place)
 
 
 def _show_plan(trainer: Trainer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from lightning_accum.gradients.buffers import parameters
 from lightning_accum.gradients.precision import LOW_PRECISION
 from lightning_accum.schedule.epoch import micro_batch_size, samples
 from lightning_accum.schedule.factors import PartialWindow, Schedule
+from lightning_accum.schedule.resolve import arithmetic
 from lightning_accum.schedule.validate import join_first
 from lightning_accum.seams import loop
 from lightning_accum.seams.roots import rank_zero_info, rank_zero_warn
@@ -24,11 +26,12 @@ _LONG_SUM = 64  # micro-batches; in bf16 the rounding of shorter sums is not see
 
 
 def warn_at_start(trainer: Trainer, module: LightningModule, schedule: Schedule, partial_window: PartialWindow) -> None:
-    """Warn where training starts but may not do what one thinks."""
+    """Warn where training starts but may not do what one thinks; log the arithmetic."""
     warn_of_plain_loader(trainer)
     warn_of_rounded_sizes(trainer, schedule)
     warn_of_short_epochs(trainer, schedule, partial_window)
     warn_of_batch_norm(trainer, module, schedule)
+    log_arithmetic(trainer, schedule)
 
 
 def warn_of_short_epochs(trainer: Trainer, schedule: Schedule, partial_window: PartialWindow) -> None:
@@ -37,7 +40,7 @@ def warn_of_short_epochs(trainer: Trainer, schedule: Schedule, partial_window: P
     if partial_window == "carry" or not schedule.largest_factor > batches > 0:
         return
     end = "steps with the mean over what it holds" if partial_window == "average" else "is dropped, without a step"
-    rank_zero_warn(
+    advise(
         f"The accumulation factor {schedule.largest_factor} is larger than an epoch, which has {batches}"
         f" micro-batch(es): each window ends with its epoch and {end}."
     )
@@ -53,11 +56,11 @@ def warn_of_batch_norm(trainer: Trainer, module: LightningModule, schedule: Sche
     if layer is None or schedule.largest_factor == 1:
         return
     on_one_rank = trainer.world_size > 1 and not isinstance(layer, SyncBatchNorm)
-    rank_zero_warn(
+    advise(
         f"BatchNorm sees micro-batches{' of one rank' if on_one_rank else ''}: {name!r} normalises by the statistics of"
         " each micro-batch and updates its running statistics each time, so the update differs from that of one large"
-        " batch. Use GroupNorm or LayerNorm for the same update with every factor"
-        f"{', or `Trainer(sync_batchnorm=True)` for any number of ranks' if on_one_rank else ''}."
+        " batch. To get that update, replace it by GroupNorm or LayerNorm"
+        f"{', or use `Trainer(sync_batchnorm=True)` for any number of ranks' if on_one_rank else ''}."
     )
 
 
@@ -75,10 +78,22 @@ def warn_of_rounded_sizes(trainer: Trainer, schedule: Schedule) -> None:
     rounded = [(size, factor * per_factor) for size, factor in pairs if size not in (1, factor * per_factor)]
     if rounded and per_factor:
         asked, reached = (join_first(map(str, n), len(n), " then ") for n in zip(*rounded, strict=True))
-        rank_zero_warn(
+        advise(
             f"`effective_batch_size`: {asked} samples are not a multiple of {per_factor} (micro-batch x ranks). The"
             f" next larger size is used: {reached}."
         )
+
+
+def warn_of_other_factors(trainer: Trainer, schedule: Schedule) -> None:
+    """Warn and log what follows from effective batch sizes where an epoch's loader has other micro-batches."""
+    warn_of_rounded_sizes(trainer, schedule)
+    log_arithmetic(trainer, schedule)
+
+
+def log_arithmetic(trainer: Trainer, schedule: Schedule) -> None:
+    """Log the factors, and the effective batch sizes that they give."""
+    if line := arithmetic(trainer, schedule):
+        rank_zero_info(line)
 
 
 def unequal_micro_batches(trainer: Trainer, schedule: Schedule, partial_window: PartialWindow) -> str | None:
@@ -93,10 +108,12 @@ def unequal_micro_batches(trainer: Trainer, schedule: Schedule, partial_window: 
     shares = any(_shares_window(int(batches), n, schedule, partial_window) for n in schedule.factors)
     if in_last == size or not shares:
         return None
-    return (
+    weights = "`AccumulationScheduler(..., weight_fn=lambda batch: len(batch[0]))`"
+    if not trainer.lightning_module.automatic_optimization:
+        weights = f"`self.accumulate(loss, weight=len(batch[0]))`, or {weights}"
+    return silenceable(
         f"The loader's last micro-batch is smaller (samples: {in_last}, the others {size}), but has the same weight in"
-        " its window as the others. Give each micro-batch its weight with `AccumulationScheduler(..., weight_fn=...)`,"
-        " or `accumulate(loss, weight=...)` under AccumulationMixin; or leave the last one out with"
+        f" its window as the others. Give each micro-batch its weight: {weights}; or leave the last one out with"
         " `DataLoader(drop_last=True)`."
     )
 
@@ -113,7 +130,7 @@ def warn_of_low_precision(optimizers: list[Optimizer], schedule: Schedule, in_fl
     """Warn about long sums in bf16 or fp16, which lose contributions that are small against the sum."""
     dtypes = {p.dtype for optimizer in optimizers for p in parameters(optimizer) if p.dtype in LOW_PRECISION}
     if dtypes and schedule.largest_factor >= _LONG_SUM and not in_float32:
-        rank_zero_warn(
+        advise(
             f"Windows of {schedule.largest_factor} micro-batches are summed in {', '.join(map(str, dtypes))}, which"
             " loses small contributions. `AccumulationScheduler(..., accumulate_in_float32=True)` sums in float32."
         )
@@ -146,7 +163,7 @@ def warn_of_lost_gradients(reason: str | None) -> None:
 def warn_of_plain_loader(trainer: Trainer) -> None:
     """Warn if the fit resumes inside an epoch with a loader that cannot."""
     if loop.resumes_inside_epoch(trainer) and not loop.loader_is_resumable(trainer):
-        rank_zero_warn(
+        advise(
             f"The fit resumes after {loop.ready_batches(trainer)} micro-batches of an epoch, but its loader starts"
             " over: some micro-batches are repeated and others are skipped. Everything else resumes exactly. Give the"
             " loader `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader has, or save at an epoch's"
@@ -181,9 +198,21 @@ def warn_failed_backward(micro_batches: int) -> None:
     )
 
 
-def warn_of_lost_losses() -> None:
-    """Warn about a ``training_step`` whose losses have no effect."""
-    rank_zero_warn(
-        "`training_step` returned a loss and never called `self.accumulate(loss)`: under AccumulationMixin"
-        " nothing is learned from it. Call it; to contribute nothing return None."
-    )
+def advise(message: str) -> None:
+    """Warn about what may be meant, and say how to silence the warning."""
+    rank_zero_warn(silenceable(message))
+
+
+def silenceable(message: str) -> str:
+    """Return a warning with the filter that silences it, by its first words."""
+    words = " ".join(re.split(r"[^\w\s`.,'-]", message)[0].split()[:4])
+    return f'{message} To silence this: `warnings.filterwarnings("ignore", "{words}")`.'
+
+
+def warn_of_uncompiled_split(module: LightningModule) -> None:
+    """Warn about a split batch in a compiled module: what a disabled function calls runs uncompiled too."""
+    if loop.is_compiled(module):
+        rank_zero_warn(
+            "`accumulate_split` in a compiled module: `loss_fn` runs uncompiled. Compile the submodule that it calls"
+            " instead: `self.net = torch.compile(self.net)`, and `Trainer.fit` with the module itself."
+        )

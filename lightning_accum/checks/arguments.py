@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from numbers import Real
 from typing import TYPE_CHECKING
 
@@ -13,17 +12,16 @@ from torch.optim import Optimizer
 
 from lightning_accum.gradients.buffers import any_gradient
 from lightning_accum.gradients.foreign import LeftGradients
+from lightning_accum.schedule.factors import PartialWindow, refuse_unknown
 from lightning_accum.schedule.validate import positive_int
 from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS, MisconfigurationException
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
-    AnOptimizer = Optimizer | LightningOptimizer
-    OneOrMore = AnOptimizer | Sequence[AnOptimizer] | None
 
-
-def optimizer_position(optimizer: AnOptimizer | None, optimizers: list[Optimizer], call: str) -> int:
+def optimizer_position(optimizer: Optimizer | LightningOptimizer | None, optimizers: list[Optimizer], call: str) -> int:
     """Return the optimizer's position in ``configure_optimizers``.
 
     Args:
@@ -54,17 +52,6 @@ def optimizer_position(optimizer: AnOptimizer | None, optimizers: list[Optimizer
     )
 
 
-def listed(optimizer: OneOrMore, call: str) -> list[AnOptimizer | None]:
-    """Return the optimizers that a user gave as one or as a list; raise if the list is empty or names one twice."""
-    if not isinstance(optimizer, (list, tuple)):
-        return [optimizer]  # type: ignore[list-item] # neither of the two kinds is a sequence
-    each = {id(getattr(one, "optimizer", one)) for one in optimizer}
-    if not each or len(each) < len(optimizer):
-        reason = "holds an optimizer twice" if each else "is empty"
-        raise ValueError(f"`{call}, optimizer=[...])`: the list {reason}. Give each of the optimizers once.")
-    return list(optimizer)
-
-
 def check_loss(loss: object, given: str = "accumulate(loss)") -> None:
     """Raise unless the loss is a scalar tensor with a graph; ``given`` is the user's code that gave it."""
     if not isinstance(loss, Tensor):
@@ -90,22 +77,90 @@ def check_weight_fn(weight_fn: object) -> None:
         )
 
 
-def check_clip_algorithm(algorithm: str) -> None:
-    """Raise for an algorithm that is neither of Lightning's two: a slip would clip by the other one."""
-    if algorithm not in ("norm", "value"):
-        raise MisconfigurationException(
-            f"`clip_gradients(gradient_clip_algorithm={algorithm!r})` is invalid. Accepted are 'norm' and 'value'."
+def check_options(partial_window: object, weight_fn: object) -> None:
+    """Raise unless these options of AccumulationScheduler are what they accept."""
+    refuse_unknown("partial_window", partial_window, PartialWindow)
+    check_weight_fn(weight_fn)
+
+
+def check_bools(**options: object) -> None:
+    """Raise TypeError unless these options of AccumulationScheduler are True or False: any word is true."""
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"`AccumulationScheduler({name}={value!r})`: must be True or False.")
+
+
+def check_split(size: object, batch_dim: int, method: str = "accumulate_split") -> None:
+    """Raise unless ``micro_batch_size`` is a positive int or ``"auto"``, and ``batch_dim`` counts from the front."""
+    if size != "auto":
+        call = f"{method}(micro_batch_size={size!r})"
+        # Another word is a bad value and not a bad type, so it is checked as 0.
+        positive_int(0 if isinstance(size, str) else size, call, 'must be an int >= 1, or "auto"')
+    if isinstance(batch_dim, bool) or not isinstance(batch_dim, int):
+        raise TypeError(f"`{method}(batch_dim={batch_dim!r})`: must be an int >= 0.")
+    if batch_dim < 0:
+        raise ValueError(f"`{method}(batch_dim={batch_dim})`: must be >= 0, counted from the first dimension.")
+
+
+def check_function(function: object, method: str, name: str, example: str) -> None:
+    """Raise TypeError unless a function that the user gave can be called.
+
+    Args:
+        function: what was given.
+        method: the user's call.
+        name: the argument.
+        example: what it does, with code.
+    """
+    if not callable(function):
+        given = f"a tensor of shape {tuple(function.shape)}" if isinstance(function, Tensor) else repr(function)
+        raise TypeError(f"`{method}(batch, {name})`: `{name}` must be a function from {example}, got {given}.")
+
+
+def loss_and_weight(given: object) -> tuple[Tensor | None, float | Tensor | None]:
+    """Return what a ``loss_fn`` returned as (loss, weight); a weight of None was not given."""
+    pair = given if isinstance(given, tuple) else (given, None)
+    if len(pair) != 2:
+        raise ValueError(
+            f"`loss_fn(micro_batch)`: must return the loss, or (loss, weight), got a tuple of {len(pair)} entries."
+        )
+    return pair
+
+
+def check_more(more: object) -> None:
+    """Raise TypeError unless ``more`` is a bool: any word is true."""
+    if not isinstance(more, bool):
+        raise TypeError(f"`accumulate(loss, more={more!r})`: must be True or False.")
+
+
+def check_total_weight(total: float) -> None:
+    """Raise if a window's weights, some of which were not read before, add up to no number of items."""
+    if not 0 <= total < math.inf:
+        raise ValueError(
+            f"The weights of an accumulation window add up to {total}: each `weight` must be finite and >= 0, the"
+            " number of items in the micro-batch. The window's gradient is not defined, and no step was taken."
         )
 
 
-def check_split(size: object, batch_dim: int) -> None:
-    """Raise unless ``micro_batch_size`` is a positive int or ``"auto"``, and ``batch_dim`` counts from the front."""
-    if size != "auto":
-        call = f"accumulate_split(micro_batch_size={size!r})"
-        # Another word is a bad value and not a bad type, so it is checked as 0.
-        positive_int(0 if isinstance(size, str) else size, call, 'must be an int >= 1, or "auto"')
-    if batch_dim < 0:
-        raise ValueError(f"`accumulate_split(batch_dim={batch_dim})`: must be >= 0, counted from the first dimension.")
+def check_clip(trainer: Trainer, value: object, algorithm: object) -> None:
+    """Raise as Lightning does for a clip of another value or kind than the Trainer's, or of none that exists."""
+    own_value, own_algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    if not isinstance(value, int | float | None) or isinstance(value, bool):
+        raise TypeError(f"`clip_gradients(gradient_clip_val={value!r})`: must be an int, a float or None.")
+    kind = algorithm.lower() if isinstance(algorithm, str) else algorithm
+    if kind not in ("norm", "value", None):
+        raise MisconfigurationException(
+            f"`clip_gradients(gradient_clip_algorithm={algorithm!r})`: accepted are 'norm' and 'value'."
+        )
+    if None not in (value, own_value) and value != own_value:
+        raise MisconfigurationException(
+            f"`clip_gradients(gradient_clip_val={value!r})` and `Trainer(gradient_clip_val={own_value!r})` both set the"
+            " clip. Remove one of them."
+        )
+    if None not in (kind, own_algorithm) and kind != own_algorithm:
+        raise MisconfigurationException(
+            f"`clip_gradients(gradient_clip_algorithm={kind!r})` and"
+            f" `Trainer(gradient_clip_algorithm={str(own_algorithm)!r})` both set the kind of clip. Remove one of them."
+        )
 
 
 def check_no_gradients(
@@ -125,9 +180,10 @@ def check_no_gradients(
         raise RuntimeError(
             f"Found gradients that did not come from `accumulate`, of {_quoted(next(iter(names), None))}. They lack the"
             " window's weights and scale. Possible causes: `loss.backward()` or `manual_backward` was called by hand:"
-            " pass the loss to `self.accumulate(loss)` instead; with several losses in one `training_step`, give"
-            " `more=True` for all but the last. A loss of another kind ran backward through it (a penalty, a metric):"
-            " use `torch.autograd.grad`. A hook or a callback has written to `.grad` between two windows."
+            " pass the loss to `self.accumulate(loss)` instead; of several losses in one `training_step` pass the sum:"
+            " `self.accumulate(loss_1 + loss_2)`; k calls, all but the last with `more=True`, are a mean of k losses."
+            " A loss of another kind ran backward through it (a penalty, a metric): use `torch.autograd.grad`. A hook"
+            " or a callback has written to `.grad` between two windows."
         )
 
 
@@ -137,12 +193,16 @@ def _quoted(name: str | None) -> str:
 
 def refuse_lost_gradients(witness: Tensor | None, optimizer: Optimizer) -> None:
     """Raise if an open window has lost its gradients; ``witness`` is a parameter that had one, if any had."""
-    # Only `set_to_none=True` is seen: the zeros of `set_to_none=False` look like gradients.
     if witness is not None and witness.grad is None and not any_gradient(optimizer):
-        raise RuntimeError(
-            "The gradients of an open accumulation window are gone: `zero_grad()` was called by hand, or a hook set"
-            " them to None. Remove that call: they are zeroed when the window has closed."
-        )
+        raise gradients_are_gone()
+
+
+def gradients_are_gone() -> RuntimeError:
+    """Return the error for an open window that has lost its gradients, to None or to zeros."""
+    return RuntimeError(
+        "The gradients of an open accumulation window are gone: `zero_grad()` was called by hand, or a hook set"
+        " them to None. Remove that call: they are zeroed when the window has closed."
+    )
 
 
 def is_on_host(weight: Tensor) -> bool:
@@ -167,6 +227,8 @@ def as_weight(weight: object, device: torch.device, name: str = "weight") -> flo
         ValueError: negative or not finite (a number, or a CPU tensor), or a tensor that is not of shape ``()``.
     """
     if isinstance(weight, Tensor):
+        if weight.is_complex():
+            raise TypeError(f"`{name}` must be real, got a tensor of {weight.dtype}.")
         if weight.dim() != 0:
             raise ValueError(f"`{name}`: a tensor weight must have shape (), got {tuple(weight.shape)}. Sum it first.")
         if not is_on_host(weight):
@@ -177,7 +239,10 @@ def as_weight(weight: object, device: torch.device, name: str = "weight") -> flo
         weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, Real):  # numpy's scalars are `Real` too
         raise TypeError(f"`{name}` must be an int, a float or a tensor of shape (), got {weight!r}.")
-    weight = float(weight)
+    try:
+        weight = float(weight)
+    except OverflowError:
+        weight = math.inf
     if not math.isfinite(weight) or weight < 0:
         raise ValueError(f"`{name}={weight}`: must be finite and >= 0, the number of items in the micro-batch.")
     return weight

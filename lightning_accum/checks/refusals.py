@@ -46,6 +46,13 @@ def refuse_second_scheduler(trainer: Trainer) -> None:
         )
 
 
+def refuse_at_setup(trainer: Trainer, *, sync_each: bool) -> None:
+    """Raise where nothing but the Trainer is needed to see that the settings do not fit."""
+    refuse_strategy(trainer)
+    refuse_sync_each_under_offload(trainer, sync_each)
+    refuse_second_scheduler(trainer)
+
+
 def refuse_strategy(trainer: Trainer) -> None:
     """Raise if the strategy's engine accumulates by itself."""
     if trainer.strategy.handles_gradient_accumulation:
@@ -164,9 +171,21 @@ def evaluates_again(optimizer: Optimizer, schedule: str = "") -> Misconfiguratio
     )
 
 
-def outside_training_step(call: str) -> RuntimeError:
-    """Return the error for a call of ``accumulate`` or its kin outside ``training_step``; ``call``: how it begins."""
+def outside_training_step(call: str, module: LightningModule | None = None) -> RuntimeError:
+    """Return the error for a call of ``accumulate`` or its kin outside ``training_step``; ``call``: how it begins.
+
+    Args:
+        call: how the user's own begins.
+        module: that it was called on; None if it is the one that is trained.
+    """
     method = call.split("(")[0]
+    trained = None if module is None or not loop.is_attached(module) else module.trainer.lightning_module
+    if module is not None and trained is not None and trained is not module:
+        return RuntimeError(
+            f"`{method}` was called on {type(module).__name__}, inside {type(trained).__name__}, which the Trainer"
+            " trains: only that one has windows and optimizers. Let the inner module return its loss, and"
+            f" pass it to the outer one's `self.{method}`."
+        )
     return RuntimeError(
         f"`{method}` was called outside `training_step`. Call it in `training_step`, while `Trainer.fit` runs."
     )
@@ -176,5 +195,34 @@ def has_stepped(call: str) -> RuntimeError:
     """Return the error for a second call for an optimizer that has stepped; ``call``: how it begins."""
     return RuntimeError(
         f"`{call.split('(')[0]}` was called again for an optimizer that has already stepped in this `training_step`."
-        " Give `more=True` to every call of `accumulate` but the last."
+        " Give `more=True` to every call of `accumulate` but the last; k calls for one optimizer then are a mean of k"
+        " losses (`accumulate(k * loss)`, or one call with the sum, where the sum is meant). Several updates in one"
+        " `training_step` are not possible: for an inner loop (PPO, several critic steps) let the loader yield its"
+        " minibatches; for truncated backpropagation through time make one mean of the chunks, or a batch of each."
+    )
+
+
+def runs(name: str) -> RuntimeError:
+    """Return the error for a schedule that is exchanged during a fit."""
+    return RuntimeError(
+        f"`AccumulationScheduler.{name}` was assigned during a fit, whose windows and learning rates are planned by the"
+        " schedule it began with. Assign it between fits; for a factor that changes in a fit give a schedule:"
+        " `AccumulationScheduler({0: 1, 5: 4})`."
+    )
+
+
+def mixin_comes_second(module_class: type) -> TypeError:
+    """Return the error for a class whose bases have AccumulationMixin after LightningModule."""
+    name = module_class.__name__
+    return TypeError(
+        f"class {name}: AccumulationMixin comes after LightningModule among the bases, whose hooks would hide its own."
+        f" Write `class {name}(AccumulationMixin, LightningModule)`."
+    )
+
+
+def mixin_is_for_manual_optimization(module_class: type) -> MisconfigurationException:
+    """Return the error for a class with AccumulationMixin that is set to automatic optimization."""
+    return MisconfigurationException(
+        f"{module_class.__name__}.automatic_optimization = True: AccumulationMixin is for manual optimization. For"
+        " automatic optimization leave it out, and add an AccumulationScheduler to the callbacks."
     )

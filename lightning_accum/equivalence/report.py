@@ -133,6 +133,7 @@ def check_equivalence(model: nn.Module, batch: object, loss_fn: LossFn, *, micro
         >>> report.equal, report.causes[0].kind, report.causes[0].where
         (False, 'batch statistics', ('1',))
     """
+    _check_model(model, loss_fn)
     items = _length(model, batch)
     _check_number(micro_batches, items)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -145,6 +146,16 @@ def _length(model: nn.Module, batch: object) -> int:
     """Return how many items the batch holds, by the module's `batch_length` if it has one."""
     count = getattr(model, "batch_length", None)
     return int(count(batch)) if callable(count) else batch_size(batch)
+
+
+def _check_model(model: object, loss_fn: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`check_equivalence(model, ...)`: the model must be a torch.nn.Module, got {model!r}.")
+    if not callable(loss_fn):
+        raise TypeError(
+            "`check_equivalence(model, batch, loss_fn)`: `loss_fn` must be a function of the model and a micro-batch,"
+            f" got {loss_fn!r}."
+        )
 
 
 def _check_number(micro_batches: int, items: int) -> None:

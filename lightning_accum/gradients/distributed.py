@@ -112,15 +112,18 @@ class Ranks:
 
     # A backward
 
-    def backward(self, device: torch.device, *, last: bool) -> AbstractContextManager[None]:
-        """Return the context of a backward: outside of autocast, and synced only if it is the window's last one."""
+    def backward(self, device: torch.device, *, last: bool, reaches_all: bool = True) -> AbstractContextManager[None]:
+        """Return the context of a backward: outside of autocast, and synced only if it is the window's last one.
+
+        One that does not reach all parameters is not synced under DDP, whose reducer would wait for the others.
+        """
         if self.size > 1:
-            return self._on_ranks(device, last=last)
+            return self._on_ranks(device, synced=(last or self.sync_each) and (reaches_all or self.is_sharded))
         return without_autocast(device)
 
     @contextmanager
-    def _on_ranks(self, device: torch.device, *, last: bool) -> Iterator[None]:
-        with without_autocast(device), self._synced(last or self.sync_each):
+    def _on_ranks(self, device: torch.device, *, synced: bool) -> Iterator[None]:
+        with without_autocast(device), self._synced(synced):
             yield
 
     def _synced(self, synced: bool) -> AbstractContextManager[None]:
@@ -161,7 +164,7 @@ class Ranks:
     @cached_property
     def is_sharded(self) -> bool:
         """Whether ranks hold parts of the parameters."""
-        return is_sharded(self._trainer)
+        return self.size > 1 and is_sharded(self._trainer)
 
     @property
     def needs_gradients(self) -> bool:
@@ -197,15 +200,6 @@ class Ranks:
         return number if self.size == 1 else -float(all_reduce_max(self._trainer, [-number])[0])
 
     # A window that closes
-
-    def clip_by_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-        """Clip by the norm of the whole gradient, the shards of other ranks included; returns it, shape ``()``."""
-        model = self._trainer.strategy.model
-        if isinstance(model, FullyShardedDataParallel):
-            return model.clip_grad_norm_(max_norm)  # Fact: its parameters are plain tensors that hold a shard
-        norm: Any = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        total: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        return total
 
     def window_totals(self, weight: Weight, loss: Weight, batches: int) -> tuple[float, Weight, int]:
         """Sum what a window holds over the ranks, by one all-reduce and one read. With one rank nothing travels."""

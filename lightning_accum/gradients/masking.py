@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_accum.gradients.buffers import Weight
+from lightning_accum.gradients.buffers import Weight, finite_unless
 
 
 class WeightMask:
@@ -20,31 +20,35 @@ class WeightMask:
 
     def __init__(self) -> None:
         self.counts: Tensor | bool | None = None
+        self._keeps_finite = False
         self._zeros: dict[torch.dtype, Tensor] = {}  # on the CPU: `where` with the number 0 makes one each time
         self._handles: dict[Tensor, RemovableHandle] = {}
 
-    def cover(self, parameters: Iterable[Tensor], weight: Weight) -> None:
+    def cover(self, parameters: Iterable[Tensor], weight: Weight, keeps_finite: bool) -> None:
         """Watch the next backward; once a parameter is watched, it stays so until `release`."""
-        self.counts = weight > 0
+        self.counts, self._keeps_finite = weight > 0, keeps_finite
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._handles:
                 self._handles[parameter] = parameter.register_hook(self._mask)  # type: ignore[no-untyped-call]
 
     def _mask(self, gradient: Tensor) -> Tensor | None:
-        if self.counts is None or type(gradient) is not Tensor:  # a DTensor takes no mask
-            return None
-        if not isinstance(self.counts, Tensor):
-            return None if self.counts else torch.zeros_like(gradient)
-        zero = self._zeros.setdefault(gradient.dtype, torch.zeros((), dtype=gradient.dtype))
-        counts = self.counts.to(gradient.device)
+        if self.counts is None or self.counts is True or type(gradient) is not Tensor:
+            return None  # a DTensor takes no mask
         if not gradient.is_sparse:
-            return torch.where(counts, gradient, zero)
+            return self._masked(self.counts, gradient)
         # `where` takes no sparse tensor: its values are masked, and its entries stay where they are.
-        values = torch.where(counts, gradient._values(), zero)
-        coalesced = gradient.is_coalesced()
+        values, coalesced = self._masked(self.counts, gradient._values()), gradient.is_coalesced()
         return torch.sparse_coo_tensor(
             gradient._indices(), values, gradient.shape, is_coalesced=coalesced, check_invariants=False
         )
+
+    def _masked(self, counts: Tensor | bool, gradient: Tensor) -> Tensor:
+        if self._keeps_finite:
+            return finite_unless(counts, gradient)
+        if isinstance(counts, Tensor):
+            zero = self._zeros.setdefault(gradient.dtype, torch.zeros((), dtype=gradient.dtype))
+            return torch.where(counts.to(gradient.device), gradient, zero)
+        return torch.zeros_like(gradient)
 
     def release(self) -> None:
         """Watch no more."""

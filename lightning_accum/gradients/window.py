@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,8 +14,13 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_accum.gradients.buffers import Weight, drop, multiply, parameters, scale
 from lightning_accum.gradients.masking import WeightMask
+from lightning_accum.gradients.micro_batch_norms import MicroBatchNorms
 from lightning_accum.gradients.precision import LOW_PRECISION
 from lightning_accum.gradients.several import OwnGradients
+from lightning_accum.seams import loop
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 class Float32Gradients:
@@ -94,6 +100,7 @@ class WindowGradients:
     def __init__(self, in_float32: bool) -> None:
         self.in_float32 = in_float32
         self._float32 = Float32Gradients() if in_float32 else None
+        self.norms = MicroBatchNorms()
         self._mask = WeightMask()
         self._own = OwnGradients({} if self._float32 is None else self._float32.sums)
 
@@ -132,16 +139,35 @@ class WindowGradients:
 
     # From a contribution to the step
 
-    def mask(self, optimizer: Optimizer, weight: Weight) -> None:
-        """Let the next backward add nothing if its weight is 0, whatever the loss is; for a number above 0, no work."""
+    def mask(self, optimizer: Optimizer, weight: Weight, *, gathers: bool = False) -> None:
+        """Let the next backward add nothing if its weight is 0, whatever the loss is; for a number above 0, no work.
+
+        ``gathers``: keep what is finite, which is 0, or what the losses of other ranks add through a gather.
+        """
         if isinstance(weight, Tensor) or weight == 0:
-            self._mask.cover(parameters(optimizer), weight)
+            self._mask.cover(parameters(optimizer), weight, gathers)
         else:
             self._mask.counts = None
+
+    def measure(self, optimizer: Optimizer, weight: Weight, scale: Weight, batch: int, *, opens_batch: bool) -> None:
+        """Take the norm of the next backward's own gradient, if somebody asks for this window's.
+
+        Args:
+            optimizer: whose parameters.
+            weight: of the contribution.
+            scale: what its loss is multiplied by.
+            batch: number of its loader batch.
+            opens_batch: False for a further piece of a split batch.
+        """
+        if optimizer in self.norms.measured:
+            self.norms.note_batch(optimizer, batch, opens_batch=opens_batch)
+            self.norms.begin(optimizer, weight, scale)
 
     def unmask(self) -> None:
         """The backward is through."""
         self._mask.counts = None
+        if self.norms.measured:
+            self.norms.end()
 
     def scale(self, optimizer: Optimizer, factor: Weight) -> None:
         """Multiply what the open window has summed."""
@@ -161,6 +187,7 @@ class WindowGradients:
         """Leave nothing to step with."""
         self.turn_to(optimizer)
         drop(optimizer)
+        self.norms.drop(optimizer)
         if self._float32 is not None:
             self._float32.drop(optimizer)
 
@@ -184,12 +211,14 @@ class WindowGradients:
     def release(self) -> None:
         """The fit has ended; what an open window has summed can still be saved."""
         self._mask.release()
+        self.norms.release()
         if self._float32 is not None:
             self._float32.release()
 
     def remember(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
         """Keep the gradients of an open window, if there are any; what is returned puts them back."""
         kept = {p: None if p.grad is None else p.grad.clone() for p in parameters}
+        put_back_norms = self.norms.remember()
         put_back_sums = None if self._float32 is None else self._float32.remember(kept)
 
         def put_back() -> None:
@@ -198,6 +227,7 @@ class WindowGradients:
                     parameter.grad = gradient
                 else:
                     parameter.grad.copy_(gradient)  # in place: it may be a view of DDP's bucket
+            put_back_norms()
             if put_back_sums is not None:
                 put_back_sums()
 
@@ -209,3 +239,9 @@ class WindowGradients:
         self._own.start([])
         if self._float32 is not None:
             self._float32.sums.clear()
+
+
+def window_gradients(trainer: Trainer) -> WindowGradients:
+    """Return the open window's gradients: those of the fit's AccumulationScheduler, which this room cannot import."""
+    found = (getattr(callback, "gradients", None) for callback in loop.callbacks(trainer))
+    return next(gradients for gradients in found if isinstance(gradients, WindowGradients))

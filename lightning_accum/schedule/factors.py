@@ -179,6 +179,8 @@ class _Argument:
 
     def _number(self, number: object, what: str) -> int:
         must_be = f"the {what} must be an int >= 1, got {number!r}"
+        if isinstance(number, list | tuple):
+            must_be += "; there is one factor for all optimizers"
         if self.name == "scheduling" and isinstance(number, int):
             must_be += "; 1 means no accumulation"
         return positive_int(number, _call(**{self.name: self.value}), must_be)

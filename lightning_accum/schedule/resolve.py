@@ -97,13 +97,25 @@ def batch_growth(trainer: Trainer) -> float:
 
 
 def arithmetic(trainer: Trainer, schedule: Schedule) -> str:
-    """Return the line for fit start: the factors, and the effective batch sizes that they give."""
-    line = f"Gradient accumulation: factor {schedule}."
+    """Return the line for fit start: the factors, and the effective batch sizes that they give.
+
+    It is empty where there is nothing to tell: without accumulation, or where a callback shows the plan as a table.
+    """
+    if schedule.largest_factor == 1 or any(getattr(other, "shows_plan", False) for other in loop.callbacks(trainer)):
+        return ""
+    is_constant = len(schedule.factors) == 1
+    line = f"Gradient accumulation: factor {schedule.factors[0] if is_constant else schedule}."
     size, ranks = micro_batch_size(trainer.train_dataloader), trainer.world_size
     if size is None:
         return line
-    batches = join_first((f"{size * n * ranks}" for n in schedule.factors), len(schedule.factors), " then ")
-    return f"{line} Effective batch size: micro-batch {size} x factor x {ranks} rank(s) = {batches} samples."
+    on_ranks = f" x {ranks} ranks" if ranks > 1 else ""
+    if is_constant:
+        product = f"{schedule.factors[0]} x {size} samples{on_ranks} = {schedule.factors[0] * size * ranks}"
+        return f"{line} Effective batch size: {product}."
+    sizes = zip(schedule.starts, schedule.factors, strict=True)
+    each = (f"{n * size * ranks} from {schedule.interval} {start}" for start, n in sizes)
+    batches = join_first(each, len(schedule.factors))
+    return f"{line} Effective batch size (factor x {size} samples{on_ranks}): {batches}."
 
 
 # The plan
@@ -154,6 +166,11 @@ def accumulation_plan(
         positive_int(number, f"accumulation_plan({name}={number!r})")
     if max_steps != -1:
         positive_int(max_steps, f"accumulation_plan(max_steps={max_steps!r})", "must be an int >= 1; -1: no limit")
+    if micro_batch_size is not None and (last_micro_batch_size or 0) > micro_batch_size:
+        raise ValueError(
+            f"`accumulation_plan(last_micro_batch_size={last_micro_batch_size})`: an epoch's last micro-batch is at"
+            f" most as large as the others, of {micro_batch_size} samples."
+        )
     schedule, partial_window = _parse_scheduler(scheduler)
     samples = inf
     if micro_batch_size is not None:

@@ -7,7 +7,14 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+
+from lightning_accum.seams.roots import LIGHTNING_MODULES
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 from lightning_accum.seams.roots import Callback
 
@@ -16,7 +23,16 @@ RUNNING_HOOK = "_current_fx_name"
 
 Hook = Callable[..., Any]
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
 _ABSENT = object()
+
+
+def uncompiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Keep a function out of ``torch.compile``, with the types that torch's own decorator takes away."""
+    disabled: Callable[_Arguments, _Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def wrap(cls: type, name: str, run: Hook) -> None:
@@ -154,6 +170,14 @@ def takes(hook: Hook, name: str) -> bool:
     """Whether a hook, which the user may have overridden, takes a keyword argument of this name."""
     parameters = inspect.signature(hook).parameters
     return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def is_overridden(owner: LightningModule, hook: str) -> bool:
+    """Whether a module's hook is another than Lightning's, by its class or by what was set on the object."""
+    if hook in vars(owner):
+        return True
+    own = getattr(type(owner), hook)
+    return all(own is not getattr(root, hook) for root in LIGHTNING_MODULES)
 
 
 def is_set_on_object(owner: object, hook: str) -> bool:

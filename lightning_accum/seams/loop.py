@@ -12,7 +12,6 @@ from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from lightning_accum.seams import hooks
 from lightning_accum.seams.roots import (
     EARLY_STOPPINGS,
     collect_rng_states,
@@ -23,11 +22,16 @@ from lightning_accum.seams.roots import (
 from lightning_accum.seams.window_length import WindowLength
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 Saved = dict[str, Any]  # a checkpoint, or what Lightning reads as a dict
+
+
+def is_attached(module: LightningModule) -> bool:
+    """Whether a module has a Trainer. Fact: a module inside another one gets that one's; asking without one raises."""
+    return module._trainer is not None
 
 
 def callbacks(trainer: Trainer) -> list[Callback]:
@@ -40,25 +44,14 @@ def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
     trainer.callbacks = callbacks  # type: ignore[attr-defined]
 
 
-def call_first_before_steps(trainer: Trainer, callback: Callback | None) -> None:
-    """Let a callback's ``on_before_optimizer_step`` run before that of every other one, wherever it is in the list.
+def remove_callback(trainer: Trainer, callback: Callback) -> None:
+    """Take one out of the list."""
+    set_callbacks(trainer, [other for other in callbacks(trainer) if other is not callback])
 
-    Fact: the precision plugin calls these hooks in `_after_closure`, between the unscaling and the clip. Until
-    `hooks.unshadow_all`.
-    """
-    plugin = trainer.precision_plugin
-    own = plugin._after_closure
 
-    def after_closure(*args: object, **kwargs: object) -> None:
-        in_order = callbacks(trainer)
-        if callback is not None and callback in in_order[1:]:  # a finder inside the fit exchanges the list
-            set_callbacks(trainer, [callback, *(other for other in in_order if other is not callback)])
-        try:
-            own(*args, **kwargs)  # type: ignore[arg-type]
-        finally:
-            set_callbacks(trainer, in_order)
-
-    hooks.shadow(plugin, "_after_closure", after_closure)
+def is_compiled(module: LightningModule) -> bool:
+    """Whether the fit got ``torch.compile(module)``. Fact: its steps are compiled and set on the module behind it."""
+    return module._compiler_ctx is not None
 
 
 def closes_window(trainer: Trainer) -> bool:

@@ -146,3 +146,31 @@ def current_window(trainer: Trainer) -> WindowLength:
     """Return the current micro-batch's window; a plain factor on the Trainer counts from the start of the epoch."""
     value = trainer.accumulate_grad_batches
     return value if isinstance(value, WindowLength) else WindowLength(value)
+
+
+def opens_window(trainer: Trainer) -> bool:
+    """Whether the present micro-batch opens an accumulation window.
+
+    True from ``on_train_batch_start`` to ``on_train_batch_end`` of that micro-batch, and False in between: the
+    place for what happens once per window, where ``trainer.global_step % n == 0`` is true in all micro-batches of one.
+    `AccumulationMixin.opens_window` is the same for the mixin.
+
+    Args:
+        trainer: the Trainer of the fit; one without an AccumulationScheduler is fine.
+
+    Example:
+        >>> import lightning as L
+        >>> class NewNoise(L.Callback):
+        ...     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        ...         if opens_window(trainer):
+        ...             pl_module.noise.normal_()
+        >>> opens_window(L.Trainer(barebones=True))
+        False
+    """
+    progress, window = trainer.fit_loop.epoch_loop.batch_progress.current, trainer.accumulate_grad_batches
+    if progress.ready <= progress.completed:
+        return False
+    place = progress.ready - 1
+    if isinstance(window, WindowLength):  # callbacks before the scheduler see the last window, which has ended
+        return place == window.opened_at or place >= window.end
+    return place % window == 0

@@ -15,6 +15,7 @@ from lightning_accum.checks import advice, refusals
 from lightning_accum.gradients import precision
 from lightning_accum.gradients.buffers import Weight, any_gradient, weighs_nothing
 from lightning_accum.gradients.distributed import sync_first_backward
+from lightning_accum.gradients.norms import gradient_norm
 from lightning_accum.schedule.factors import Schedule
 from lightning_accum.seams import hooks, loop, restart
 from lightning_accum.step.engine import Door, Engine
@@ -42,6 +43,7 @@ class AutomaticDoor(Door):
         engine.progress.sees_all_weights = engine.ranks.size == 1 or not self._is_weighted
         self._sums_losses = False
         self._weight: Weight = 1.0
+        self._grad_norm: Tensor | None = None
         self._skips: list[Callable[[], bool]] = []  # each tells whether the step under way was skipped
 
     @override
@@ -114,6 +116,7 @@ class AutomaticDoor(Door):
                 self._engine.gradients.drop(optimizer)
             return
         self._skips.clear()
+        self._grad_norm = None
         self._leave_out_clip_without_gradients()
         scaler = precision.active_scaler(self._trainer) if window.micro_batches else None
         if scaler is not None:
@@ -129,10 +132,12 @@ class AutomaticDoor(Door):
         own_clip: hooks.Hook = self._module.configure_gradient_clipping
 
         def own_clip_of_any(optimizer: Optimizer, **kwargs: object) -> None:
-            if any_gradient(optimizer):
-                own_clip(optimizer, **kwargs)
-            else:
+            if not any_gradient(optimizer):
                 self._skips.append(lambda: True)
+                return
+            if self._sums_losses:  # by now unscaled, also that of a fused optimizer
+                self._grad_norm = gradient_norm(self._trainer, self._trainer.precision_plugin.main_params(optimizer))
+            own_clip(optimizer, **kwargs)
 
         hooks.shadow_once(self._module, "configure_gradient_clipping", own_clip_of_any)
 
@@ -162,7 +167,8 @@ class AutomaticDoor(Door):
             self._drop_if_left_out()
             return
         self._end_step(window)
-        step = self._engine.report(window) if self._sums_losses and window.totals.weight else None
+        reports = self._sums_losses and window.totals.weight
+        step = self._engine.report(window, self._grad_norm) if reports else None
         self._engine.close(at=loop.ready_batches(self._trainer))
         if step is not None:
             effective_step.notify(self._trainer, self._module, step)
@@ -229,3 +235,4 @@ class AutomaticDoor(Door):
     @override
     def release(self) -> None:
         hooks.unshadow_all(self._module, "configure_gradient_clipping", "on_train_epoch_end")
+        hooks.unshadow_all(self._trainer.precision_plugin, "backward")

@@ -5,8 +5,7 @@ They differ only in what runs the backward and the optimizer step: Lightning, or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_accum.checks import advice
-from lightning_accum.checks.arguments import as_weight, refuse_lost_gradients
+from lightning_accum.checks.arguments import as_weight, check_total_weight, refuse_lost_gradients
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, witness
 from lightning_accum.gradients.distributed import Ranks
+from lightning_accum.gradients.precision import LOW_PRECISION, real_divisor
 from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule.factors import PartialWindow, Schedule
 from lightning_accum.seams import hooks
@@ -52,6 +52,7 @@ class Engine:
         progress: of the training.
         gradients: of the open window.
         flags: the Trainer's own.
+        scheduler: the callback whose hooks drive the fit.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class Engine:
         progress: Progress,
         gradients: WindowGradients,
         flags: TrainerFlags,
+        scheduler: Callback,
     ) -> None:
         self.trainer, self.module, self.options, self.progress = trainer, module, options, progress
-        self.gradients, self.flags = gradients, flags
+        self.gradients, self.flags, self.scheduler = gradients, flags, scheduler
         self.ranks = Ranks(trainer, module, sync_each=options.sync_each_micro_batch)
-        self.scheduler: Callback | None = None  # whose hooks drive the fit
         self.batch = 0  # the present micro-batch, counted over the whole training from 1
         self.unweighted_warning = ""  # to be given when a micro-batch without a weight arrives
 
@@ -91,39 +92,21 @@ class Engine:
         self.gradients.turn_to(optimizer)
         if window.witness is not None and window.witness.grad is None:
             refuse_lost_gradients(window.witness, optimizer)
-        self.gradients.mask(optimizer, contribution.weight)
-        return window.begin_backward(contribution, length, divided_by)
+        self.gradients.mask(optimizer, contribution.weight, gathers=self.ranks.size > 1)
+        scale = window.begin_backward(contribution, length, divided_by)
+        if self.gradients.norms.measured:
+            weight, opens_batch = contribution.weight, contribution.opens_batch
+            self.gradients.measure(optimizer, weight, scale / divided_by, self.batch, opens_batch=opens_batch)
+        return scale
 
-    def share_parameters(self, windows: Sequence[Accumulator]) -> bool:
-        """Whether a parameter is in two of these windows' optimizers."""
-        optimizers = self.trainer.optimizers
-        return len(windows) > 1 and self.gradients.share_parameters([optimizers[window.index] for window in windows])
-
-    def apart(self, *windows: Accumulator) -> AbstractContextManager[None]:
-        """Return the context of a backward for these windows: it changes the gradients of no other optimizer.
-
-        Under sharding part of a gradient is kept elsewhere; there `toggle_model` keeps losses apart.
-        """
-        optimizers = self.trainer.optimizers
-        if len(windows) == len(optimizers) or self.ranks.is_sharded:
-            return nullcontext()
-        own = [optimizers[window.index] for window in windows]
-        return self.gradients.apart(own, optimizers, leave_zeros=self.ranks.needs_gradients)
-
-    @contextmanager
-    def together(self, windows: Sequence[Accumulator]) -> Iterator[None]:
-        """Let one backward contribute to several windows, and to no other, with the factor of the first one.
-
-        Their units differ where they have summed unlike weights, in this window or before.
-        """
-        others = [self.trainer.optimizers[window.index] for window in windows[1:]]
-        ratios = [window.unit / windows[0].unit for window in windows[1:]]
-        for optimizer, ratio in zip(others, ratios, strict=True):
-            self.gradients.scale(optimizer, ratio)
-        with self.apart(*windows):
-            yield
-        for optimizer, ratio in zip(others, ratios, strict=True):
-            self.gradients.scale(optimizer, 1 / ratio)
+    def length(self, dtype: torch.dtype, pieces: int) -> float:
+        """Micro-batches that the window is announced to hold, as the division by it is rounded in this dtype."""
+        if self.gradients.in_float32:  # a sum in float32 stays in range
+            return 1 / pieces
+        divisor = int(self.trainer.accumulate_grad_batches) * pieces
+        if dtype in LOW_PRECISION and self.ranks.size == 1:
+            return real_divisor(divisor, dtype) / pieces
+        return divisor / pieces
 
     def end_backward(self, window: Accumulator, *, synced: bool) -> None:
         """Count the announced contribution; its gradient is in ``.grad``."""
@@ -137,6 +120,7 @@ class Engine:
         """Make the optimizer's gradient the window's weighted mean; whether there is anything to step with."""
         optimizer = self.trainer.optimizers[window.index]
         sums = sum_over_ranks(window.weight, window.loss, window.batches)
+        check_total_weight(sums[0])
         correction = window.begin_step(Totals(*sums, self.ranks.size))
         if correction is None:
             self.gradients.drop(optimizer)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_accum.gradients.buffers import parameters, takes_step_hooks
+from lightning_accum.schedule.factors import Schedule
 from lightning_accum.seams import hooks
 from lightning_accum.seams.roots import MisconfigurationException
 from lightning_accum.window.progress import Progress
@@ -30,6 +31,7 @@ class HandStepGuard:
         self._progress = progress
         self._watched: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
+        self.steps_by_hand = 0  # between windows, where they are let through
 
     def install(self, optimizers: list[Optimizer]) -> None:
         """Watch these; a callback may make them anew in the middle of a fit."""
@@ -59,14 +61,17 @@ class HandStepGuard:
                 " would step inside the window, or twice at its end. Leave it out, with its `zero_grad()`: `accumulate`"
                 " does both when the window closes."
             )
+        self.steps_by_hand += moves and phase is Phase.EMPTY
 
 
-def check_first_backward(trainer: Trainer) -> None:
+def check_first_backward(trainer: Trainer, schedule: Schedule) -> None:
     """Refuse, at the fit's first backward, an optimizer that steps in one of its hooks: it cannot accumulate.
 
     References:
         https://github.com/pytorch/tutorials/pull/2568
     """
+    if schedule.largest_factor == 1:
+        return
     backward: hooks.Hook = trainer.strategy.backward
     watched = [parameter for optimizer in trainer.optimizers for parameter in parameters(optimizer)]
 

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from lightning_accum.seams import logs, loop, restart
 from lightning_accum.seams.hooks import Hook
 from lightning_accum.seams.roots import MisconfigurationException, rank_zero_warn
+from lightning_accum.step.slips import ScheduleWatch, warn_of_missing_intervals
 from lightning_accum.window.progress import State
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class LRSchedulers:
         self._monitored: dict[int, LRSchedulerConfig] = {}  # by the scheduler's id: those that follow a metric
         self._awaiting_metric: list[LRSchedulerConfig] = []
         self._completed_epoch = -1  # the last one for which those without a metric were stepped
+        self.watch = ScheduleWatch()
 
     def recording(self, configure_optimizers: Hook) -> Hook:
         """Wrap ``configure_optimizers``: monitors are noted here and kept from Lightning, which would drop them."""
@@ -35,6 +37,7 @@ class LRSchedulers:
             configured = configure_optimizers()
             if configured is None:
                 return None
+            warn_of_missing_intervals(configured)
             optimizers, configs = loop.parse_optimizers(configured)
             self._monitored = {id(config.scheduler): config for config in configs if config.reduce_on_plateau}
             return optimizers, [loop.without_monitor(config) for config in configs]
@@ -49,7 +52,7 @@ class LRSchedulers:
             if id(config.scheduler) in self._monitored:
                 self._awaiting_metric.append(config)  # the step's metrics are logged after it
             else:
-                module.lr_scheduler_step(config.scheduler, None)
+                self._advance(module, config, None)
 
     def after_batch(self, trainer: Trainer, module: LightningModule, *, validates: bool) -> None:
         """Step the schedulers that waited for a metric of the micro-batch that closed the window.
@@ -88,13 +91,18 @@ class LRSchedulers:
             if with_metric:
                 self._step_with_metric(trainer, module, config)
             else:
-                module.lr_scheduler_step(config.scheduler, None)
+                self._advance(module, config, None)
+
+    def _advance(self, module: LightningModule, config: LRSchedulerConfig, metric: object) -> None:
+        self.watch.check(config)
+        module.lr_scheduler_step(config.scheduler, metric)
+        self.watch.note(config.scheduler)
 
     def _step_with_metric(self, trainer: Trainer, module: LightningModule, config: LRSchedulerConfig) -> None:
         monitor = self._monitor(config)
         metric = trainer.callback_metrics.get(monitor)
         if metric is not None:
-            module.lr_scheduler_step(config.scheduler, metric)
+            self._advance(module, config, metric)
             return
         if restart.is_resumed(trainer):  # behind a validation, from a checkpoint of a version that kept no metrics
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,17 +10,19 @@ import torch
 from torch import Tensor
 
 from lightning_accum import effective_step
-from lightning_accum.checks import advice, arguments, refusals
+from lightning_accum.checks import arguments, by_hand, lists, refusals
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients.buffers import Weight, trainable, weighs_nothing, witness
-from lightning_accum.gradients.precision import LOW_PRECISION, real_divisor
+from lightning_accum.gradients.buffers import Weight, weighs_nothing
 from lightning_accum.seams import hooks, loop
 from lightning_accum.seams.backward import UnheardBackward
+from lightning_accum.step import several
 from lightning_accum.step.clean import CleanGradients
 from lightning_accum.step.engine import Engine
+from lightning_accum.step.guards import HandStepGuard
 from lightning_accum.step.lr_schedulers import LRSchedulers
 from lightning_accum.step.micro_batch import WHOLE, MicroBatch, Piece
 from lightning_accum.step.optimizer_step import OptimizerStep
+from lightning_accum.step.slips import GradientWatch, OrderWatch
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution
 
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
-    from lightning_accum.checks.arguments import AnOptimizer, OneOrMore
+    from lightning_accum.checks.lists import AnOptimizer, OneOrMore
 
 
 class ManualStep:
@@ -42,11 +45,13 @@ class ManualStep:
     def __init__(self, engine: Engine, module: LightningModule, lr_schedulers: LRSchedulers) -> None:
         self.engine, self.module, self.trainer, self.ranks = engine, module, engine.trainer, engine.ranks
         self.lr_schedulers = lr_schedulers
-        self.optimizer_step = OptimizerStep(engine, module)
+        self.gradient_watch, self.order_watch = GradientWatch(), OrderWatch()
+        self.guard = HandStepGuard(engine.progress)
+        self.optimizer_step = OptimizerStep(engine, module, self.gradient_watch)
         self._backward = UnheardBackward(engine.trainer, module)
         self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
         self._clean = CleanGradients(engine)
-        self.calls = 0  # of `accumulate`, in this fit
+        self.calls: Counter[str] = Counter()  # of `accumulate` and its kin in this fit, by how they begin
 
     # One micro-batch, top to bottom
 
@@ -63,11 +68,13 @@ class ManualStep:
                 self.ranks.join_backward(before)
                 self._clean.accept(before)
             if closes:
+                self.lr_schedulers.watch.check(*self.trainer.lr_scheduler_configs)
                 self._warn_if_never_called(output)
                 self.close_window(at=loop.ready_batches(self.trainer))
             self.complete_epoch()
         finally:
             self.micro_batch = None
+            self.order_watch.end()
         return output
 
     def accumulate(
@@ -80,19 +87,20 @@ class ManualStep:
     ) -> EffectiveStep | None:
         """Add one contribution to an optimizer's window; step if it is the last one."""
         windows, micro_batch = self._open_windows("accumulate(loss", optimizer)
+        arguments.check_more(more)
         last = micro_batch.closes and not more
         self.engine.awaits(more)
         # A parameter of two of them needs its gradient twice, once for each window.
-        groups = [[window] for window in windows] if self.engine.share_parameters(windows) else [windows]
+        groups = [[window] for window in windows] if several.share_parameters(self.engine, windows) else [windows]
         if loss is not None and micro_batch.learns:
             arguments.check_loss(loss)
-            weight = self._weigh(loss.device) if weight is None else arguments.as_weight(weight, loss.device)
+            weight = self.weigh(weight, loss.device)
             for group in groups:
                 self.contribute(group, loss, weight, last=last, keeps_graph=more or group is not groups[-1])
         if not last:
             return None
         for group in groups:
-            self._complete(*group)  # by one backward, as on the ranks that had a loss
+            several.complete(self.engine, self._clean, group)  # by one backward, as on the ranks that had a loss
         return [self.step(window) for window in windows][-1]
 
     def contribute(
@@ -106,29 +114,62 @@ class ManualStep:
         keeps_graph: bool = False,
     ) -> None:
         """Scale the loss to its part of the windows, and run its backward; a window's last one is synced."""
+        scaled = self.begin_contribution(windows, loss, weight, piece)
+        if scaled is not None:
+            self.backward(windows, scaled, last=last, keeps_graph=keeps_graph)
+        self.end_contribution(windows, synced=scaled is not None and last)
+
+    def begin_contribution(
+        self, windows: Sequence[Accumulator], loss: Tensor, weight: Weight, piece: Piece = WHOLE
+    ) -> Tensor | None:
+        """Announce a contribution; return its loss scaled to its part of the windows, None if it weighs nothing."""
         counts = not weighs_nothing(weight)
         contribution = Contribution(weight, loss.detach() if counts else None, *piece)
+        self.order_watch.check(loss)
         # 1. Losses are divided before the backward so that fp16 stays in range; the last backward alone is synced.
         scale, *_ = [self._begin(window, contribution, loss.dtype) for window in windows]
-        if counts:
-            scaled = loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale)
-            with self.engine.together(windows), self.ranks.backward(loss.device, last=last):
-                self._backward.run(scaled, **self._keywords(keeps_graph))
+        return loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale) if counts else None
+
+    def backward(
+        self,
+        windows: Sequence[Accumulator],
+        scaled: Tensor,
+        *,
+        last: bool,
+        reaches_all: bool = True,
+        keeps_graph: bool = False,
+    ) -> None:
+        """Run the backward of a scaled loss through Lightning; ``reaches_all``: not if it ends at other tensors."""
+        with (
+            several.together(self.engine, windows),
+            self.ranks.backward(scaled.device, last=last, reaches_all=reaches_all),
+        ):
+            self._backward.run(scaled, **several.keywords(self.engine, keeps_graph=keeps_graph))
+
+    def end_contribution(self, windows: Sequence[Accumulator], *, synced: bool) -> None:
+        """Count the announced contribution, whose backwards are over."""
+        if not self._is_alone:
+            self.gradient_watch.forget()  # DDP's sync writes into the gradients of all optimizers
         for window in windows:
-            self.engine.end_backward(window, synced=counts and last)  # only now does it count
+            self.engine.end_backward(window, synced=synced)  # only now does it count
+            self.gradient_watch.note(window.index, self.trainer.optimizers[window.index])
 
     def step(self, window: Accumulator) -> EffectiveStep | None:
         """Take an optimizer's step with the window's weighted mean gradient."""
         optimizer = self._optimizers[window.index]
-        self._complete(window)
+        several.complete(self.engine, self._clean, [window])
+        self.gradient_watch.end(window.index, window.micro_batches)
         # 2. One all-reduce of the sums; with a total weight of 0 there is nothing to step with.
         if not self.engine.begin_step(window, self.ranks.window_totals):
             return None
         # 3. Unscale, the hooks before the step, the clip, the update; 4. windows open for other optimizers.
         moved = self.optimizer_step.take(optimizer, in_training_step=self.micro_batch is not None)
         # 5. Counters come before the LR schedulers, which advance with the steps really taken.
+        self.optimizer_step.before_zero_grad(optimizer.optimizer)
         self._clean.zero(window.index, optimizer.optimizer)
         window.end_step(moved=moved)
+        if len(self.trainer.optimizers) > 1 and self.micro_batch is not None and window.batches > 1:
+            self.order_watch.note_step(self.module, optimizer.optimizer)
         if moved:
             steps = window.history.steps
             self.lr_schedulers.after_optimizer_step(self.trainer, self.module, optimizer.optimizer, steps)
@@ -159,14 +200,14 @@ class ManualStep:
     # Before a contribution
 
     def _open_windows(self, call: str, optimizer: OneOrMore) -> tuple[list[Accumulator], MicroBatch]:
-        opened = [self.open_window(call, one) for one in arguments.listed(optimizer, call)]
+        opened = [self.open_window(call, one) for one in lists.listed(optimizer, call)]
         return [window for window, _ in opened], opened[0][1]
 
     def open_window(self, call: str, optimizer: AnOptimizer | None) -> tuple[Accumulator, MicroBatch]:
         """Return the window and the micro-batch that a call is for; ``call`` is how the user's own begins."""
         if self.micro_batch is None:
             raise refusals.outside_training_step(call)
-        self.calls += 1
+        self.calls[call] += 1
         optimizers = self.trainer.optimizers
         is_only_one = optimizer is None and len(optimizers) == 1
         index = 0 if is_only_one else arguments.optimizer_position(optimizer, optimizers, call)
@@ -175,32 +216,22 @@ class ManualStep:
             raise refusals.has_stepped(call)
         return window, self.micro_batch
 
+    def weigh(self, weight: float | Tensor | None, device: torch.device, default: float | None = None) -> Weight:
+        """Return the weight that the user gave, checked; or else the micro-batch's own."""
+        if weight is None:
+            return self.engine.weigh(self.micro_batch and self.micro_batch.batch, device, default)
+        return arguments.as_weight(weight, device)
+
     @property
     def _is_alone(self) -> bool:
         return self.ranks.size == 1
 
-    def _weigh(self, device: torch.device) -> Weight:
-        return self.engine.weigh(self.micro_batch and self.micro_batch.batch, device)
-
-    def _length(self, dtype: torch.dtype, pieces: int) -> float:
-        """Micro-batches that the window is announced to hold, as the division by it is rounded in this dtype."""
-        if self.engine.gradients.in_float32:  # a sum in float32 stays in range
-            return 1 / pieces
-        divisor = int(self.trainer.accumulate_grad_batches) * pieces
-        if dtype in LOW_PRECISION and self._is_alone:
-            return real_divisor(divisor, dtype) / pieces
-        return divisor / pieces
-
     def _begin(self, window: Accumulator, contribution: Contribution, dtype: torch.dtype) -> Weight:
+        self.gradient_watch.check(window.index)
         optimizers = self.trainer.optimizers
         if window.phase is Phase.EMPTY and (self._is_alone or len(optimizers) > 1):
             self._clean.check(window.index)
-        return self.engine.begin_backward(window, contribution, self._length(dtype, contribution.pieces))
-
-    def _keywords(self, keeps_graph: bool) -> dict[str, bool]:
-        """Keep the graph where another optimizer's loss may run through it; with one optimizer, add such losses up."""
-        keeps = keeps_graph and len(self.trainer.optimizers) > 1 and hooks.takes(self.module.backward, "retain_graph")
-        return {"retain_graph": True} if keeps else {}
+        return self.engine.begin_backward(window, contribution, self.engine.length(dtype, contribution.pieces))
 
     # Before a step
 
@@ -209,27 +240,7 @@ class ManualStep:
         optimizers = self.module.optimizers()
         return optimizers if isinstance(optimizers, list) else [optimizers]
 
-    def _complete(self, *windows: Accumulator) -> None:
-        """Check the windows' gradients, and take part in the other ranks' sync if this rank has not yet."""
-        optimizers = self.trainer.optimizers
-        for window in windows:
-            self.engine.gradients.turn_to(optimizers[window.index])
-            self.engine.drop_if_failed(window)
-            arguments.refuse_lost_gradients(window.witness, optimizers[window.index])
-            if window.phase is Phase.EMPTY and self._is_alone:
-                self._clean.check(window.index)
-        unsynced = [window for window in windows if not window.has_synced]
-        if self._is_alone or not unsynced:
-            return
-        for window in unsynced:
-            window.begin_backward(None, int(self.trainer.accumulate_grad_batches))
-        own = [parameter for window in unsynced for parameter in trainable(optimizers[window.index])]
-        with self.engine.apart(*unsynced):
-            self.ranks.zero_backward(own if len(optimizers) > 1 else self.module.parameters())
-        for window in unsynced:
-            window.end_backward(witness(optimizers[window.index]), has_synced=True)
-
     def _warn_if_never_called(self, output: object) -> None:
         if output is not None and not self.calls:
-            advice.warn_of_lost_losses()
-            self.calls += 1  # warned once
+            by_hand.warn_of_lost_losses(by_hand=self.guard.steps_by_hand > 0)
+            self.calls["warned"] += 1

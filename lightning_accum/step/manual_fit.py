@@ -9,8 +9,8 @@ from typing_extensions import override
 from lightning_accum.checks import advice, refusals
 from lightning_accum.schedule.factors import Schedule
 from lightning_accum.seams import hooks, logs, loop, restart
+from lightning_accum.step import slips
 from lightning_accum.step.engine import Door, Engine
-from lightning_accum.step.guards import HandStepGuard
 from lightning_accum.step.lr_schedulers import LRSchedulers
 from lightning_accum.step.manual import ManualStep
 from lightning_accum.window.progress import Progress, State
@@ -34,6 +34,12 @@ class ModuleState:
     def __init__(self, progress: Progress | None = None, step: ManualStep | None = None) -> None:
         self.progress, self.step = progress or Progress(), step
 
+    def running_step(self, call: str, module: LightningModule) -> ManualStep:
+        """Return the step of the fit that runs; ``call`` is how the user's own on this module begins."""
+        if self.step is None:
+            raise refusals.outside_training_step(call, module)
+        return self.step
+
     def __reduce__(self) -> tuple[type[ModuleState], tuple[Progress]]:
         return ModuleState, (Progress(self.progress.effective_step, self.progress.skipped_steps),)
 
@@ -50,10 +56,10 @@ class ManualDoor(Door):
         self._engine, self._module, self._trainer = engine, module, engine.trainer
         self._lr_schedulers = LRSchedulers()
         self._step = step = ManualStep(engine, module, self._lr_schedulers)
-        self._guard = HandStepGuard(engine.progress)
         self._batches_before = 0  # in the whole training, where the epoch begins
         # If nothing is contributed: steps alone end the fit. Until it was warned of.
         self._is_endless = engine.trainer.max_epochs == -1 != engine.trainer.max_steps
+        slips.warn_of_unused_hooks(module)
         engine.progress.sees_all_weights = engine.ranks.size == 1
         hooks.shadow(module, "configure_optimizers", self._lr_schedulers.recording(module.configure_optimizers))
         if hooks.is_set_on_object(module, "training_step"):  # there the class's wrapper does not run
@@ -72,11 +78,13 @@ class ManualDoor(Door):
 
     @override
     def start(self) -> None:
-        self._guard.install(self._trainer.optimizers)
+        self._step.guard.install(self._trainer.optimizers)
+        for config in self._trainer.lr_scheduler_configs:
+            self._lr_schedulers.watch.note(config.scheduler)
 
     @override
     def begin_batch(self, batch: object) -> None:
-        self._guard.install(self._trainer.optimizers)
+        self._step.guard.install(self._trainer.optimizers)
 
     @override
     def begin_epoch(self) -> None:
@@ -156,6 +164,6 @@ class ManualDoor(Door):
 
     @override
     def release(self) -> None:
-        self._guard.remove()
+        self._step.guard.remove()
         hooks.unshadow_all(self._module, "configure_optimizers", "on_train_epoch_end", "training_step")
         self._module._accumulation = ModuleState(self._engine.progress)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The micro-batch that a ``training_step`` runs with, and the parts that it may be contributed in."""
+"""A micro-batch of a running ``training_step``, and which part of it a contribution is."""
 
 from __future__ import annotations
 

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_accum.checks import arguments
+from lightning_accum.checks.arguments import check_clip
+from lightning_accum.checks.by_hand import warn_of_clip_by_hand
 from lightning_accum.gradients import buffers
+from lightning_accum.gradients.norms import clip_by_norm, gradient_norm
 from lightning_accum.gradients.precision import ScaledStep, active_scaler, without_autocast
 from lightning_accum.seams import hooks, loop
+from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS
 from lightning_accum.step.engine import Engine
+from lightning_accum.step.slips import GradientWatch
 from lightning_accum.window.state import Phase
 
 if TYPE_CHECKING:
@@ -27,11 +31,13 @@ class OptimizerStep:
     Args:
         engine: of the fit.
         module: with the mixin.
+        watch: of gradients, which are rescaled here.
     """
 
-    def __init__(self, engine: Engine, module: LightningModule) -> None:
-        self._engine, self._module, self._trainer = engine, module, engine.trainer
-        self.grad_norm: Tensor | None = None  # of the last step, if its gradient was clipped by norm
+    def __init__(self, engine: Engine, module: LightningModule, watch: GradientWatch) -> None:
+        self._engine, self._module, self._trainer, self._watch = engine, module, engine.trainer, watch
+        self._clips_by_hand = 0
+        self.grad_norm: Tensor | None = None  # of the last step; None if it had no gradient
 
     def take(self, optimizer: LightningOptimizer, *, in_training_step: bool) -> bool:
         """Step through Lightning's wrapper: unscale, the hooks before the step, the module's own, the clip, the update.
@@ -67,6 +73,8 @@ class OptimizerStep:
             if not buffers.any_gradient(optimizer):
                 return
             clipped.append(optimizer)
+            if not self._clip_tells_norm:
+                self.grad_norm = gradient_norm(trainer, trainer.precision_plugin.main_params(optimizer))
             module.configure_gradient_clipping(
                 optimizer,
                 gradient_clip_val=trainer.gradient_clip_val,
@@ -75,22 +83,49 @@ class OptimizerStep:
 
         return hooks.shadowed(module, "on_before_optimizer_step", own_hook_then_clip)
 
+    @property
+    def _clip_tells_norm(self) -> bool:
+        """Whether the clip computes the norm anyway: a user's own `configure_gradient_clipping` may not."""
+        if hooks.is_overridden(self._module, "configure_gradient_clipping"):
+            return False
+        by_norm = (self._trainer.gradient_clip_algorithm or "norm") == "norm"
+        return by_norm and (self._trainer.gradient_clip_val or 0) > 0
+
     def _follow_scale(self, ratio: Tensor) -> None:
         """Rescale the gradients of windows open for other optimizers: they carry the scale of before."""
         for i, optimizer in enumerate(self._trainer.optimizers):
             if self._engine.progress.accumulator(i).phase is Phase.OPEN:
+                self._watch.forget()
                 self._engine.gradients.scale(optimizer, ratio)
+
+    def before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Call the hooks before the zeroing of a window that is over, as the loop does in automatic optimization."""
+        for callback in loop.callbacks(self._trainer):
+            if callable(callback.on_before_zero_grad):  # as Lightning asks
+                callback.on_before_zero_grad(self._trainer, self._module, optimizer)
+        self._module.on_before_zero_grad(optimizer)
+
+    def _warn_of_clip_by_hand(self, optimizer: Optimizer) -> None:
+        unwrapped = optimizer.optimizer if isinstance(optimizer, LIGHTNING_OPTIMIZERS) else optimizer
+        positions = [i for i, candidate in enumerate(self._trainer.optimizers) if candidate is unwrapped]
+        is_own = any(self._engine.progress.accumulator(i).phase is Phase.STEPPING for i in positions)
+        if positions and not is_own:
+            self._watch.forget()  # one warning is enough
+            if not self._clips_by_hand:
+                warn_of_clip_by_hand()
+            self._clips_by_hand += 1
 
     def clip(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
         """Clip as Lightning does, fused optimizers too; by norm, the norm is kept for `EffectiveStep.grad_norm`."""
+        self._warn_of_clip_by_hand(optimizer)
+        check_clip(self._trainer, value, algorithm)
         value = self._trainer.gradient_clip_val if value is None else value
         algorithm = (algorithm or self._trainer.gradient_clip_algorithm or "norm").lower()
-        arguments.check_clip_algorithm(algorithm)
         if value is None or value <= 0:
             return
         # Each once: torch would count and clip one that is in the optimizer twice two times.
         parameters = list(dict.fromkeys(self._trainer.precision_plugin.main_params(optimizer)))
-        if algorithm == "norm":
-            self.grad_norm = self._engine.ranks.clip_by_norm(parameters, value)
+        if algorithm.lower() == "norm":
+            self.grad_norm = clip_by_norm(self._trainer, parameters, value)
         else:
             torch.nn.utils.clip_grad_value_(parameters, value)

@@ -20,6 +20,7 @@ def finish_batch_after_start(engine: Engine, door: Door, state: State) -> None:
         door: of the fit.
         state: what was restored.
     """
+    engine.guard_open_window()
     if not restart.is_resumed(engine.trainer):
         return
     own_hook: hooks.Hook = engine.module.on_train_start

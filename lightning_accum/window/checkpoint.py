@@ -16,8 +16,9 @@ from lightning_accum.gradients.buffers import Weight, parameters, witness
 from lightning_accum.gradients.distributed import all_reduce_max, all_reduce_mean, all_reduce_sum, is_sharded
 from lightning_accum.gradients.precision import active_scaler, loss_scale
 from lightning_accum.gradients.window import WindowGradients
-from lightning_accum.seams import loop
+from lightning_accum.seams import loop, restart
 from lightning_accum.window.progress import Progress, State
+from lightning_accum.window.saved import check_state, damaged
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Totals
 
@@ -84,12 +85,18 @@ def _is_lost(trainer: Trainer, progress: Progress) -> bool:
     return loop.loader_is_resumable(trainer)
 
 
-def unfinished(trainer: Trainer, progress: Progress) -> State:
-    """Return what is left to do of a micro-batch that is not repeated, though its ``training_step`` is not through.
+def enter_batch(trainer: Trainer, progress: Progress, checkpoint: State) -> State:
+    """Enter the present micro-batch as done, if it is not to be repeated, and a validation as not over, if it is not.
 
-    Empty for any other. The resumed fit does it when training starts: `step.resume`.
+    Returns:
+        What is left to do of the micro-batch if its ``training_step`` is not through; the resumed fit does that when
+        training starts (`step.resume`). Otherwise empty.
     """
-    if loop.batch_is_processed(trainer) or not batch_is_done(trainer, progress):
+    is_done = batch_is_done(trainer, progress)
+    if is_done:
+        loop.enter_batch_as_done(checkpoint)
+    restart.keep_validation(trainer, checkpoint)
+    if loop.batch_is_processed(trainer) or not is_done:
         return {}
     window, batch, is_added = progress.window, loop.all_batches(trainer), _is_added(trainer, progress)
     return {
@@ -142,9 +149,20 @@ def _on_cpu(value: Weight) -> Weight:
 
 
 def upgrade(state: State) -> State:
-    """Return a state of any earlier form in the present one."""
-    if "version" in state:
-        return state
+    """Return a state of any earlier form in the present one.
+
+    Raises:
+        ValueError: it is damaged, or that of another class.
+    """
+    try:
+        new = state if "version" in state else _upgraded(state)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise damaged(f"it lacks {error}" if isinstance(error, KeyError) else str(error)) from error
+    check_state(new)
+    return new
+
+
+def _upgraded(state: State) -> State:
     window, samples = state["window"], state.get("samples")
     names = ("steps", "mean_weight", "split_size")
     kept = {i: dict(zip(names, values, strict=False)) for i, values in state["optimizers"].items()}

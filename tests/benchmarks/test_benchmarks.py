@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -82,3 +85,57 @@ def test_the_trace_program_counts_what_a_micro_batch_crosses(
     shown = re.findall(r"^ +([\w/]+\.py) \w+$", out, re.MULTILINE)
     assert ("mixin.py" in shown) == bool(options)
     assert out.count("mixin.py accumulate\n") == 2 * len(options)
+
+
+# The session on a GPU, in small
+
+RUN_ON_A_CPU = [
+    *("bitwise 16-mixed", "bitwise bf16-mixed", "bitwise 32-true", "resume inside a window", "tests", "two ranks"),
+    *("memory runs out", "reads added a window", "sum of 100 gradients", "compile, mixin", "compile, callback"),
+]
+
+
+def test_the_gpu_session_passes_on_a_cpu_what_can_run_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which it adds
+    run(monkeypatch, "gpu_session.py", "--device", "cpu", "--out", str(tmp_path), "--seconds", "3600")
+    lines = json.loads((tmp_path / "gpu_session.json").read_text())
+    assert [line for line in lines if line[0] == "FAIL"] == []
+    passed = [part for state, part, _ in lines if state == "PASS"]
+    assert [name for name in RUN_ON_A_CPU if not any(part.startswith(name) for part in passed)] == []
+    told = [part for state, part, _ in lines if state == "INFO"]
+    assert {"memory, mixin, tensors", "speed, mixin, split", "compile, reduce-overhead"} <= set(told)
+    printed = capsys.readouterr().out
+    assert all(f"{state} {part}: " in printed for state, part, _ in lines)
+    assert printed.strip().endswith(f"{len(passed)} passed, 0 failed, {len(told)} told")
+
+
+def test_a_part_of_the_session_ends_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from gpu_parts.frame import Session
+
+    def fails(session: Session) -> None:
+        raise ValueError("of its own")
+
+    def never_ends(session: Session) -> None:
+        with suppress(Exception):
+            threading.Event().wait()
+
+    session = Session("cpu", tmp_path, 3600)
+    session.run("fails", 60, fails)
+    session.run("never ends", 0.001, never_ends)
+    session.run("passes", 60, lambda session: session.check(True, "passes", 1))
+    assert [(state, part) for state, part, _ in session.lines if not part.endswith("seconds")] == [
+        ("FAIL", "fails"),
+        ("INFO", "never ends"),
+        ("PASS", "passes"),
+    ]
+    assert "ValueError: of its own" in session.lines[0][2]
+    late = Session("cpu", tmp_path, 0)
+    late.run("late", 60, fails)
+    assert late.lines == [("INFO", "late", "not run: no time left")]
+    session.print_table()
+    assert capsys.readouterr().out.strip().endswith("1 passed, 1 failed, 4 told")

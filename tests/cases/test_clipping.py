@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from doors import CALLBACK, DOORS, FLAG, MIXIN, SCHEDULED, Net, fit, flat_gradient
-from helpers import Toy, as_given, big_batch_weights, make_batches, make_net
+from helpers import Toy, TwoWeights, as_given, big_batch_weights, make_batches, make_net, make_trainer
 
 from lightning_accum import EffectiveStep
 
@@ -47,8 +47,7 @@ def test_b39_one_norm_per_window_of_the_complete_gradient_before_the_clip(door: 
     windows = 3
     assert module.seen == pytest.approx([x] * windows, abs=1e-12)
     assert module.updates == pytest.approx([-min(x, 0.5)] * windows, rel=1e-5)  # torch adds 1e-6 to the norm
-    # Under automatic optimization the clip is Lightning's, which does not tell its norm.
-    assert module.told == ([None] * windows if door == CALLBACK else pytest.approx([x] * windows, abs=1e-12))
+    assert module.told == pytest.approx([x] * windows, abs=1e-12)
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -65,14 +64,75 @@ def test_b39_the_norm_can_be_logged_once_per_effective_step(door: str) -> None:
     assert fit(door, LogsNorm, of_value(1.0, 8), 4, gradient_clip_val=0.1).norms == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("door", [MIXIN, FLAG])
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
     "flags", [{}, {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}], ids=["no clip", "by value"]
 )
-def test_b39_no_norm_is_told_where_none_was_taken(door: str, flags: dict[str, Any]) -> None:
+def test_b118_the_norm_is_told_without_a_clip_by_norm_too(door: str, flags: dict[str, Any]) -> None:
     module = fit(door, NormAndWeight, of_value(4.0, 6), 4, **flags)
-    assert module.told == [None, None]
+    assert module.told == module.seen == [4.0, 4.0]
     assert module.updates == [-0.5 if flags else -4.0] * 2
+
+
+class WithSteps(Net):
+    """A clip of the module's own, which the package cannot see into."""
+
+    def configure_gradient_clipping(self, optimizer: Any, **_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("kind", [Net, WithSteps], ids=["no clip", "own clip"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_b118_it_is_that_of_the_whole_gradient_before_any_clip(door: str, kind: Any, n: int) -> None:
+    module = fit(door, kind, as_given(make_batches([2] * 7)), n)
+    assert len(module.steps) == -(-7 // n)
+    for step, gradient in zip(module.steps, module.gradients, strict=True):
+        torch.testing.assert_close(step.grad_norm, gradient.norm(), rtol=1e-12, atol=0)
+    assert all(gradient.norm() > 0.1 for gradient in module.gradients)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_b118_a_callback_that_changes_the_gradient_before_the_clip_is_seen(door: str) -> None:
+    class Doubles(L.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            pl_module.w.grad.mul_(2.0)
+
+    module = fit(door, NormAndWeight, of_value(4.0, 4), 2, callbacks=[Doubles()])
+    assert module.told == [8.0, 8.0]
+    assert module.updates == [-8.0, -8.0]
+
+
+def test_b118_of_several_optimizers_each_tells_its_own() -> None:
+    class Two(TwoWeights):
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[tuple[int, float | None]] = []
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:  # type: ignore[override]
+            w, v = self.optimizers()
+            self.accumulate((3 * self.w * batch).mean(), optimizer=w)
+            self.accumulate((5 * self.v * batch).mean(), optimizer=v)
+
+        def on_effective_step_end(self, step: EffectiveStep) -> None:
+            self.told.append((step.optimizer_idx, None if step.grad_norm is None else step.grad_norm.item()))
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD([weight], lr=1.0) for weight in (self.w, self.v)]
+
+    module = Two()
+    make_trainer(accumulate_grad_batches=2).fit(module, of_value(1.0, 4))
+    assert module.told == [(0, 3.0), (1, 5.0)] * 2
+
+
+def test_b118_automatic_optimization_takes_no_norm_where_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+    norm = torch._foreach_norm
+    monkeypatch.setattr(torch, "_foreach_norm", lambda *args: taken.append(args) or norm(*args))
+    fit(CALLBACK, Toy, of_value(1.0, 4), 2)
+    assert not taken
+    fit(CALLBACK, NormAndWeight, of_value(1.0, 4), 2)
+    assert len(taken) == 2
 
 
 @pytest.mark.parametrize("door", SCHEDULED)

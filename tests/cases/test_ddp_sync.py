@@ -114,6 +114,12 @@ def test_b53_the_count_is_reduced_once_and_starts_anew_in_each_window() -> None:
     assert values(ranks) == [[[-1.5], [-3.0], [-4.5]]] * 2
 
 
+class Figures(AccumulationMonitor):
+    """Logs its figures, and leaves the plan to the scheduler's line."""
+
+    shows_plan = False
+
+
 class Loaded(Line):
     """A loader with a batch size, which the effective batch size is computed from."""
 
@@ -138,7 +144,7 @@ def test_b64_the_effective_batch_size_counts_the_ranks_and_is_said_by_one_of_the
     try:
         with caplog.at_level(logging.INFO, logger=logger.name):
             module = {CALLBACK: Loaded, MIXIN: ManualLoaded}[door]([])
-            callbacks = [AccumulationScheduler(4), AccumulationMonitor()]
+            callbacks = [AccumulationScheduler(4), Figures()]
             ranks = fit_on_ranks(module, callbacks=callbacks, logger=Rows())
     finally:
         logger.removeHandler(file)
@@ -146,7 +152,7 @@ def test_b64_the_effective_batch_size_counts_the_ranks_and_is_said_by_one_of_the
     with open("said.txt") as lines:
         said = [line for line in lines if "Effective batch size" in line]
     assert len(said) == 1
-    assert said[0].endswith("micro-batch 4 x factor x 2 rank(s) = 32 samples.\n")
+    assert said[0].endswith("Effective batch size: 4 x 4 samples x 2 ranks = 32.\n")
     assert [row["accumulation/effective_batch_size"] for row in torch.load("rows.pt")] == [32, 32]
     assert values(ranks) == [[[-1.0], [-2.0]]] * 2
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from doors import CALLBACK, DOORS, FLAG, MIXIN, SCHEDULED, Rows, fit, through
 from helpers import Toy, as_given, make_trainer, ones
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, ProgressBar
 from torch import Tensor
 from torchmetrics import MeanMetric
 
@@ -203,21 +203,30 @@ def test_b37_the_displayed_loss_is_the_same_for_every_factor(door: str) -> None:
 # B40: the monitor's own figures
 
 
-class Bar(L.Callback):
+BAR: dict[str, Any] = {"enable_progress_bar": True}
+
+
+class Bar(ProgressBar):
     """Keeps (effective step, i, N) as the progress bar gets them."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.shown: list[tuple[float, ...]] = []
 
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        shown = trainer.progress_bar_metrics
-        self.shown.append((shown["effective_step"], shown["micro_batch"], shown["window_length"]))
+    def disable(self) -> None:
+        pass
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, *args)
+        shown = self.get_metrics(trainer, pl_module)
+        micro_batch, length = str(shown["micro_batch"]).split("/")
+        self.shown.append((int(shown["effective_step"]), int(micro_batch), int(length)))
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_b40_the_bar_shows_the_effective_step_and_micro_batch_i_of_n(door: str) -> None:
     bar = Bar()
-    fit(door, Toy, ones(6), 4, max_epochs=2, callbacks=[AccumulationMonitor(prog_bar=True), bar])
+    fit(door, Toy, ones(6), 4, max_epochs=2, callbacks=[AccumulationMonitor(prog_bar=True), bar], **BAR)
     assert bar.shown == [
         *[(0, 1, 4), (0, 2, 4), (0, 3, 4), (1, 4, 4), (1, 1, 2), (2, 2, 2)],
         *[(2, 1, 4), (2, 2, 4), (2, 3, 4), (3, 4, 4), (3, 1, 2), (4, 2, 2)],
@@ -230,7 +239,7 @@ def test_b40_in_any_order_of_callbacks_and_under_a_schedule(door: str, monitor_f
     bar, monitor = Bar(), AccumulationMonitor(prog_bar=True)
     scheduler = AccumulationScheduler({0: 1, 2: 3}, interval="step")
     callbacks = [monitor, scheduler, bar] if monitor_first else [scheduler, monitor, bar]
-    make_trainer(callbacks=callbacks).fit(through(door, Toy)(), ones(7))
+    make_trainer(callbacks=callbacks, **BAR).fit(through(door, Toy)(), ones(7))
     assert bar.shown == [(1, 1, 1), (2, 1, 1), (2, 1, 3), (2, 2, 3), (3, 3, 3), (3, 1, 2), (4, 2, 2)]
 
 

@@ -192,6 +192,7 @@ def test_b28_frequency_counts_effective_steps(door: str, frequency: int) -> None
     assert module.used == [0.5 ** (step // frequency) for step in range(9)]
 
 
+@pytest.mark.filterwarnings("ignore:`configure_optimizers` gives .* no `interval`")
 @pytest.mark.parametrize("door", DOORS)
 def test_b28_a_bare_scheduler_steps_once_per_epoch(door: str) -> None:
     class Bare(Halving):

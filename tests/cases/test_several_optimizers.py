@@ -106,6 +106,7 @@ def adversaries(xs: list[float], n: int, b_first: bool) -> list[tuple[float, flo
     return history
 
 
+@pytest.mark.filterwarnings("ignore:An optimizer stepped, and then")
 @pytest.mark.parametrize("toggles", [True, False], ids=["toggled", "not toggled"])
 @pytest.mark.parametrize("b_first", [True, False])
 @pytest.mark.parametrize("n", [1, 2, 3])

@@ -112,6 +112,7 @@ def test_on_train_epoch_end(door: str) -> None:
     assert ends == [(0, -2.0), (1, -4.0)] * 2
 
 
+@pytest.mark.filterwarnings("ignore:`configure_optimizers` gives .* no `interval`")
 @IN_EACH_DOOR
 def test_configure_optimizers(door: str) -> None:
     """Its learning rate is 3, the class's 1; and its LR scheduler is stepped once an epoch."""
@@ -206,6 +207,7 @@ def test_training_step_that_wraps_the_classs_own(door: str) -> None:
         assert step.call_count == 16
         assert vars(module)["training_step"] is step
     assert module.updates == [-1.0] * WINDOWS
+    assert (module.effective_step, module.skipped_steps) == (WINDOWS, 0)
     assert "training_step" not in vars(module)
 
 

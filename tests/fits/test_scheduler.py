@@ -171,7 +171,7 @@ def test_one_line_at_fit_start_says_the_arithmetic(door: type[Toy], caplog: pyte
     lines = [record.message for record in caplog.records if "Gradient accumulation" in record.message]
     assert lines == [
         "Gradient accumulation: factor 1 from epoch 0, 4 from epoch 5."
-        " Effective batch size: micro-batch 1 x factor x 1 rank(s) = 1 then 4 samples."
+        " Effective batch size (factor x 1 samples): 1 from epoch 0, 4 from epoch 5."
     ]
 
 
@@ -265,7 +265,7 @@ def test_a_closed_window_is_told_after_the_weights_have_moved(first: bool) -> No
     assert [step.loss.item() for step in reports.steps] == [1.5, 4.5]  # means of 0..3 and of 4, 5
     assert [step.weight for step in reports.steps] == [4.0, 2.0]
     assert [step.micro_batches for step in reports.steps] == [4, 2]
-    assert [step.grad_norm for step in reports.steps] == [None, None]
+    assert [step.grad_norm for step in reports.steps] == [1.0, 1.0]
     assert reports.weights == [-1.0, -2.0]
 
 

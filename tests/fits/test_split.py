@@ -372,7 +372,20 @@ def test_neither_does_it_in_low_precision(where: str, precision: Any) -> None:
     assert not torch.equal(flat(smooth.nets), flat(Low(1, []).to(flat(smooth.nets).dtype).nets))
 
 
-@pytest.mark.parametrize("error", ["CUDA out of memory.", "DefaultCPUAllocator: can't allocate memory: you tried to"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        "CUDA out of memory.",
+        "DefaultCPUAllocator: can't allocate memory: you tried to",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`",
+        "cuFFT error: CUFFT_ALLOC_FAILED",
+    ],
+)
 def test_older_words_for_out_of_memory_are_understood(error: str) -> None:
     class Old(ManualToy):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]

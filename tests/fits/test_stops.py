@@ -1,4 +1,4 @@
-"""What becomes of the open window when a fit stops inside it; the README's table is made of what is seen here."""
+"""What happens to the open window when a fit stops inside it; the page on checkpoints has the table of what is seen."""
 
 from __future__ import annotations
 
@@ -192,9 +192,9 @@ def table() -> str:
     return "\n".join(["| the fit stops by | under the mixin | with the callback alone |", "|---|---|---|", *rows])
 
 
-def test_the_readmes_table_is_what_is_seen() -> None:
-    readme = Path(__file__).parents[2] / "README.md"
-    assert table() in readme.read_text(encoding="utf-8")
+def test_the_pages_table_is_what_is_seen() -> None:
+    page = Path(__file__).parents[2] / "docs" / "pages" / "checkpoints.md"
+    assert table() in page.read_text(encoding="utf-8")
 
 
 KEPT = list(STOPS)[-3:]

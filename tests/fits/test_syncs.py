@@ -224,5 +224,10 @@ def test_a_tensor_weight_of_zero_is_not_looked_at_inside_a_window(door: str) -> 
 
 
 @pytest.mark.parametrize("door", [Automatic, Manual])
-def test_the_monitor_off_the_bar_reads_nothing(door: type[Automatic]) -> None:
-    assert reads_of(door(), callbacks=[AccumulationMonitor()], logger=DummyLogger()) == []
+def test_the_monitor_reads_nothing_but_what_it_logs_where_a_step_metric_is_due(door: type[Automatic]) -> None:
+    due_never: dict[str, Any] = {"logger": DummyLogger(), "log_every_n_steps": 100}
+    epochs_mean = [len(SIZES) - 1]
+    assert reads_of(door(), callbacks=[AccumulationMonitor(prog_bar=True)], **due_never) == epochs_mean
+    reads = reads_of(door(), callbacks=[AccumulationMonitor()], logger=DummyLogger())
+    loss_and_norm = [window for window in sorted(WINDOW_ENDS) for _ in range(2)]
+    assert sorted(reads) == sorted([*loss_and_norm, *epochs_mean])

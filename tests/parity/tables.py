@@ -1,11 +1,11 @@
 """Side by side with what people use instead: who gives the big batch's update, and at what cost.
 
-    python tests/parity/tables.py [--rounds 9] [--micro-batches 400] [--factors 1 4 16] [--readme README.md]
+    python tests/parity/tables.py [--rounds 9] [--micro-batches 400] [--factors 1 4 16] [--page comparison.md]
 
-Prints two tables, and puts them into the README. Exactness: the distance of the final weights from those of the one
-big batch, as a share of the way that these have gone, in float64. Cost: every round runs each row once, in another
-order; a time is from the first forward to the last update, over that of the torch loop in the same round. One thread,
-no garbage collection. All rows must end with the same weights.
+Prints two tables, and writes them into the page on the comparison. Exactness: the distance of the final weights from
+those of the one big batch, as a share of the way that these have gone, in float64. Cost: every round runs each row
+once, in another order; a time is from the first forward to the last update, over that of the torch loop in the same
+round. One thread, no garbage collection. All rows must end with the same weights.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -147,10 +148,10 @@ def peak_megabytes(way: str, task: Task) -> float:
 
 
 def reads_per_window(way: str, task: Task) -> float:
-    """Numbers read from tensors between one update and the next, for which a GPU would make the host wait."""
+    """Numbers read from tensors between one update and the next, if all were on a GPU, which makes the host wait."""
     run, train = begin(way, task)
     at_update: list[int] = []
-    with Reads() as reads:
+    with Reads() as reads, patch("lightning_accum.checks.arguments.is_on_host", lambda weight: False):
         run.optimizer.register_step_post_hook(lambda *_: at_update.append(len(reads.at)))
         train(run)
     return (at_update[-1] - at_update[0]) / (len(at_update) - 1)
@@ -189,11 +190,11 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def put(readme: Path, name: str, text: str) -> None:
+def put(page: Path, name: str, text: str) -> None:
     """Replace what stands between ``<!-- name -->`` and ``<!-- /name -->``."""
-    head, _, rest = readme.read_text().partition(f"<!-- {name} -->\n")
+    head, _, rest = page.read_text().partition(f"<!-- {name} -->\n")
     _, _, tail = rest.partition(f"<!-- /{name} -->")
-    readme.write_text(f"{head}<!-- {name} -->\n{text}\n<!-- /{name} -->{tail}")
+    page.write_text(f"{head}<!-- {name} -->\n{text}\n<!-- /{name} -->{tail}")
 
 
 def main() -> None:
@@ -202,7 +203,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--micro-batches", type=int, default=400, help="of the tiny model; a tenth of the transformer")
     parser.add_argument("--factors", type=int, nargs="+", default=[1, 4, 16], help="that memory is measured for")
-    parser.add_argument("--readme", type=Path, default=TESTS.parent / "README.md")
+    parser.add_argument("--page", type=Path, default=TESTS.parent / "docs" / "pages" / "comparison.md")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.micro_batches < 4 or arguments.micro_batches % 4:
         parser.error("at least one round; the micro-batches must be a multiple of the factor, 4")
@@ -218,7 +219,7 @@ def main() -> None:
         ("cost", f"{cost(arguments.rounds, arguments.micro_batches, arguments.factors)}\n\n{measured}"),
     ):
         print(f"{text}\n")
-        put(arguments.readme, name, text)
+        put(arguments.page, name, text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Who gives the big batch's update, in float64; and the README says so."""
+"""Who gives the big batch's update, in float64; and the page on the comparison says so."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parity.tasks import CASES
 from parity.ways import BIG_BATCH, OURS, WAYS, distance, missing, weights_after_every_update
 from torch import Tensor
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "pages" / "comparison.md").read_text()
 EXACT = 1e-10
 
 
@@ -23,8 +23,8 @@ def history(way: str, case: str) -> list[Tensor]:
     return weights_after_every_update(way, CASES[case])
 
 
-def figure_in_the_readme(way: str, case: str) -> float:
-    table = README.split("<!-- exactness -->")[1].split("<!-- /exactness -->")[0]
+def figure_on_the_page(way: str, case: str) -> float:
+    table = PAGE.split("<!-- exactness -->")[1].split("<!-- /exactness -->")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
     (row,) = [row for row in rows if row[0] == way]
     return float(row[rows[0].index(case)])
@@ -43,6 +43,6 @@ def test_every_update_here_is_the_big_batchs(way: str, case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_readme_says_how_far_each_way_is_from_the_big_batch(way: str, case: str) -> None:
-    measured, said = distance(history(way, case), history(BIG_BATCH, case)), figure_in_the_readme(way, case)
+def test_the_page_says_how_far_each_way_is_from_the_big_batch(way: str, case: str) -> None:
+    measured, said = distance(history(way, case), history(BIG_BATCH, case)), figure_on_the_page(way, case)
     assert measured == pytest.approx(said, rel=0.06) or max(measured, said) < EXACT  # two digits are said

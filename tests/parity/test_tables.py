@@ -1,4 +1,4 @@
-"""The program that makes the README's tables runs; what it measures is not asserted."""
+"""The program that makes the comparison's tables runs; what it measures is not asserted."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def rows_of(text: str, name: str) -> list[list[str]]:
     return [[cell.strip() for cell in line[1:-1].split("|")] for line in table.strip().splitlines()]
 
 
-def test_both_tables_have_a_row_for_each_way_and_are_put_into_the_readme(
+def test_both_tables_have_a_row_for_each_way_and_are_put_into_the_page(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    readme = Path("README.md")
-    readme.write_text("a\n<!-- exactness -->\nold\n<!-- /exactness -->\nb\n<!-- cost -->\n<!-- /cost -->\nc\n")
-    command = "tables.py --rounds 1 --micro-batches 8 --factors 1 2 --readme README.md"
+    page = Path("comparison.md")
+    page.write_text("a\n<!-- exactness -->\nold\n<!-- /exactness -->\nb\n<!-- cost -->\n<!-- /cost -->\nc\n")
+    command = "tables.py --rounds 1 --micro-batches 8 --factors 1 2 --page comparison.md"
     monkeypatch.setattr(sys, "argv", command.split())
     runpy.run_path(str(PROGRAM), run_name="__main__")
-    text, printed = readme.read_text(), capsys.readouterr().out
+    text, printed = page.read_text(), capsys.readouterr().out
     assert [line for line in text.splitlines() if len(line) < 4 and line] == ["a", "b", "c"]
     heading, _, *exactness = rows_of(text, "exactness")
     assert heading[1:] == list(CASES)

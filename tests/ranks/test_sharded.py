@@ -64,10 +64,14 @@ def test_the_update_is_that_of_the_whole_batch(ranks: list[Seen], name: str) -> 
         if options.get("gradient_clip_algorithm") == "value":
             nn.utils.clip_grad_value_(parameters, options["gradient_clip_val"])
         elif "gradient_clip_val" in options:
-            norms.append(nn.utils.clip_grad_norm_(parameters, options["gradient_clip_val"]))
+            nn.utils.clip_grad_norm_(parameters, options["gradient_clip_val"])
 
-    expected = oracle(dtype, options.get("without", ""), clip)
-    in_float32 = dtype == torch.float32 or (norms and ranks[0]["fsdp1"])  # FSDPStrategy's norm is in float32 always
+    def norm_then_clip(parameters: list[nn.Parameter]) -> None:
+        norms.append(torch.cat([p.grad.reshape(-1) for p in parameters]).norm())
+        clip(parameters)
+
+    expected = oracle(dtype, options.get("without", ""), norm_then_clip)
+    in_float32 = dtype == torch.float32 or ranks[0]["fsdp1"]  # FSDPStrategy's norm is in float32 always
     tolerance = 1e-6 if in_float32 else 1e-12
     for rank in ranks:
         seen = rank[name]
@@ -76,12 +80,9 @@ def test_the_update_is_that_of_the_whole_batch(ranks: list[Seen], name: str) -> 
         for got, wanted in zip(seen["weights"], expected, strict=True):
             torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
         assert seen["steps"] == ranks[0][name]["steps"]
-        if not norms:
-            assert seen["norms"] == [None, None]
-        else:
-            assert min(norms) > CLIP  # the clip has work to do
-            assert all(type(norm) is Tensor and norm.shape == () for norm in seen["norms"])
-            torch.testing.assert_close(torch.stack(seen["norms"]), torch.stack(norms), rtol=tolerance, atol=tolerance)
+        assert min(norms) > CLIP  # the clip has work to do
+        assert all(type(norm) is Tensor and norm.shape == () for norm in seen["norms"])
+        torch.testing.assert_close(torch.stack(seen["norms"]), torch.stack(norms), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if "without" not in VARIANTS[name]])
@@ -131,3 +132,8 @@ def test_auto_is_refused_with_sharded_parameters(ranks: list[Seen]) -> None:
 def test_a_missing_backward_of_one_rank_ends_the_program_of_all(ranks: list[Seen]) -> None:
     assert ranks[0]["code"] != 0
     assert "[rank0]: RuntimeError: A micro-batch ended without a backward" in ranks[0]["printed"]
+
+
+def test_the_noise_scale_is_refused(ranks: list[Seen]) -> None:
+    for rank in ranks:
+        assert "sharded parameters: no rank sees a micro-batch's whole gradient" in rank["noise scale"]

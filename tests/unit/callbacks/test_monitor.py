@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -11,6 +12,7 @@ import pytest
 import rich.console
 import torch
 from helpers import ManualToy, Toy, TwoWeights, Unsized, as_given, make_trainer, ones
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from resume_helpers import PLAIN_LOADER
@@ -25,6 +27,10 @@ ORDERS = pytest.mark.parametrize("monitor_first", [True, False], ids=["monitor f
 Row = tuple[int | None, dict[str, float]]
 
 
+# Figures of the module's, which tests/unit/callbacks/test_epoch_loss.py looks at.
+OTHERS = {f"accumulation/{name}" for name in ("loss", "loss-1", "grad_norm", "grad_norm-1", "skipped", "skipped-1")}
+
+
 class Rows(Logger):
     """Keeps what is logged: x and metrics."""
 
@@ -35,7 +41,9 @@ class Rows(Logger):
         self.rows: list[Row] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append((step, dict(metrics)))
+        kept = {name: value for name, value in metrics.items() if name not in OTHERS}
+        if kept and "accumulation/epoch_loss" not in kept:
+            self.rows.append((step, kept))
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -319,40 +327,94 @@ def test_a_second_fit_of_the_trainer_goes_on_and_of_another_trainer_begins_anew(
 # The progress bar
 
 
-class Bar(Toy):
-    """Notes after each micro-batch what the progress bar would show."""
+class Bar(ProgressBar):
+    """Notes after each micro-batch what it would show."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.shown: list[dict[str, float]] = []
+        self.shown: list[dict[str, Any]] = []
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        super().on_train_batch_end(*args)
-        self.shown.append({k: v for k, v in self.trainer.progress_bar_metrics.items() if isinstance(v, float)})
+    def disable(self) -> None:
+        pass
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, *args)
+        self.shown.append(self.get_metrics(trainer, pl_module))
 
 
-class ManualBar(ManualToy, Bar):
-    pass
+BARS = pytest.mark.parametrize("bar_first", [True, False], ids=["bar first", "bar last"])
 
 
-@pytest.mark.parametrize("door", [Bar, ManualBar], ids=["automatic", "mixin"])
+@DOORS
 @ORDERS
+@BARS
 @pytest.mark.parametrize("every", [1, 50], ids=["log every step", "log every 50"])
-def test_the_bar_shows_effective_step_and_micro_batch_i_of_n(door: type[Bar], monitor_first: bool, every: int) -> None:
-    module = door()
-    monitored(module, ones(5), {0: 3, 1: 4}, monitor_first=monitor_first, max_epochs=2, log_every_n_steps=every)
-    assert [(s["effective_step"], s["micro_batch"], s["window_length"]) for s in module.shown] == [
-        *((0, 1, 3), (0, 2, 3), (1, 3, 3), (1, 1, 2), (2, 2, 2)),
-        *((2, 1, 4), (2, 2, 4), (2, 3, 4), (3, 4, 4), (4, 1, 1)),
+def test_the_bar_shows_effective_step_and_micro_batch_i_of_n(
+    door: type[Toy], monitor_first: bool, bar_first: bool, every: int
+) -> None:
+    bar = Bar()
+    others: dict[str, Any] = {"first" if bar_first else "last": [bar]}
+    flags: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": every, "enable_progress_bar": True}
+    monitored(door(), ones(5), {0: 3, 1: 4}, monitor_first=monitor_first, **flags, **others)
+    assert [(shown["effective_step"], shown["micro_batch"]) for shown in bar.shown] == [
+        *(("0", "1/3"), ("0", "2/3"), ("1", "3/3"), ("1", "1/2"), ("2", "2/2")),
+        *(("2", "1/4"), ("2", "2/4"), ("2", "3/4"), ("3", "4/4"), ("4", "1/1")),
     ]
+    assert "get_metrics" not in vars(bar)
 
 
-@pytest.mark.parametrize("door", [Bar, ManualBar], ids=["automatic", "mixin"])
-def test_without_prog_bar_the_bar_shows_nothing_of_it(door: type[Bar]) -> None:
-    module = door()
-    make_trainer(callbacks=[AccumulationScheduler(3), AccumulationMonitor()]).fit(module, ones(5))
-    assert module.shown == [{}] * 5
+@DOORS
+def test_without_prog_bar_the_bar_shows_nothing_of_it(door: type[Toy]) -> None:
+    bar, module = Bar(), door()
+    callbacks = [AccumulationScheduler(3), AccumulationMonitor(), bar]
+    make_trainer(callbacks=callbacks, enable_progress_bar=True).fit(module, ones(5))
+    assert bar.shown == [{}] * 5
     assert len(module.updates) == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_bars_own_metrics_stay_and_it_is_as_before_after_the_fit(fails: bool) -> None:
+    class Own(Bar):
+        def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
+            return {"mine": 1}
+
+    class Fails(ManualToy):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if fails and batch_idx == 3:
+                raise RuntimeError("on purpose")
+            return super().training_step(batch, batch_idx)
+
+    bar = Own()
+    trainer = make_trainer(
+        accumulate_grad_batches=2, callbacks=[AccumulationMonitor(prog_bar=True), bar], enable_progress_bar=True
+    )
+    with pytest.raises(RuntimeError, match="on purpose") if fails else nullcontext():
+        trainer.fit(Fails(), ones(4))
+    assert bar.shown[2] == {"mine": 1, "effective_step": "1", "micro_batch": "1/2"}
+    assert bar.get_metrics(trainer, trainer.lightning_module) == {"mine": 1}
+
+
+def test_n7_the_printed_bar_is_one_line_of_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = TQDMProgressBar(leave=True)
+    trainer = make_trainer(
+        accumulate_grad_batches=4, callbacks=[AccumulationMonitor(prog_bar=True), bar], enable_progress_bar=True
+    )
+    trainer.fit(ManualToy(), ones(43))
+    printed = capsys.readouterr()
+    lines = [line for line in (printed.out + printed.err).replace("\n", "\r").split("\r") if "43/43" in line]
+    assert lines[-1].rstrip().endswith("effective_step=11, micro_batch=3/3]")
+    assert len(lines[-1]) <= 120
+
+
+def test_n7_richs_bar_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rich, "_console", console := rich.console.Console())
+    bar = RichProgressBar(leave=True, console_kwargs={"record": True, "width": 120, "force_terminal": True})
+    trainer = make_trainer(
+        accumulate_grad_batches=4, callbacks=[AccumulationMonitor(prog_bar=True), bar], enable_progress_bar=True
+    )
+    trainer.fit(ManualToy(), ones(43))
+    (line,) = [line for line in console.export_text().splitlines() if "43/43" in line][-1:]
+    assert "effective_step: 11 micro_batch: 3/3" in " ".join(line.split())
 
 
 # What it needs

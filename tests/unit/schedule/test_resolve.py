@@ -201,7 +201,7 @@ def test_a_number_of_optimizers_below_1_or_no_int_is_refused(number: Any, error:
         pytest.param(
             lambda: DataLoader(torch.ones(10, dtype=torch.float64), batch_size=2),  # type: ignore[arg-type]
             "Gradient accumulation: factor 1 from epoch 0, 4 from epoch 5."
-            " Effective batch size: micro-batch 2 x factor x 1 rank(s) = 2 then 8 samples.",
+            " Effective batch size (factor x 2 samples): 2 from epoch 0, 8 from epoch 5.",
             id="loader tells its batch size",
         ),
         pytest.param(

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from lightning_accum.schedule.factors import Schedule
 from lightning_accum.step.guards import HandStepGuard, check_first_backward
 from lightning_accum.window.progress import Progress
 from lightning_accum.window.values import Contribution, Totals
@@ -87,7 +88,7 @@ def test_a_parameter_that_changes_during_the_first_backward_is_refused_and_later
 
     strategy: Any = SimpleNamespace(backward=backward)
     trainer: Any = SimpleNamespace(strategy=strategy, optimizers=[torch.optim.SGD([parameter])])
-    check_first_backward(trainer)
+    check_first_backward(trainer, Schedule.parse(2))
     if changes:
         with pytest.raises(MisconfigurationException, match="optimizer-in-backward"):
             strategy.backward("loss", None)

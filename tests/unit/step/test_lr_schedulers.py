@@ -41,6 +41,7 @@ class Scheduled(ManualToy, Halving):
     pass
 
 
+@pytest.mark.filterwarnings("ignore:`configure_optimizers` gives .* no `interval`")
 @pytest.mark.parametrize(
     ("entry", "rates"),
     [

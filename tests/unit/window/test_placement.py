@@ -210,7 +210,7 @@ def test_samples_go_on_from_a_checkpoint_that_did_not_count_them(door: str) -> N
     scheduler = AccumulationScheduler({0: 1, 24: 3}, interval="sample")
     trainer = make_trainer(callbacks=[scheduler], max_epochs=2, logger=rows)
     trainer.fit(module, items(24, 2), ckpt_path="saved.ckpt")
-    assert scheduler.progress.samples == (24 + 18, 9)  # where the last window opened
+    assert scheduler.progress.samples == (24 + 24, 12)  # to the epoch's end
     assert trainer.global_step == 6 + 4
 
 
