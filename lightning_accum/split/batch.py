@@ -36,7 +36,7 @@ class SplitBatch:
     @property
     def size(self) -> int:
         """Items in the batch."""
-        return items_in(self.batch, self.dim, self.slicer, self.counter)
+        return items_in(self.batch, self.dim, self.slicer, self.counter, self.method)
 
     def pieces(self, sizes: list[int]) -> Iterator[object]:
         """Cut it into pieces of these sizes."""

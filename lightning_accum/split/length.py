@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +15,13 @@ _WAY_OUT = (
 _MOST_CHANNELS = {3: 4, 2: 2}  # by the dimensions of an item: an image, and a sound
 
 
-def items_in(batch: object, dim: int, slicer: Slicer | None, counter: Callable[[Any], int] | None) -> int:
+def items_in(
+    batch: object,
+    dim: int,
+    slicer: Slicer | None,
+    counter: Callable[[object], int] | None,
+    method: str = "accumulate_split",
+) -> int:
     """Return how many items a batch holds.
 
     Args:
@@ -24,6 +29,7 @@ def items_in(batch: object, dim: int, slicer: Slicer | None, counter: Callable[[
         dim: the tensors' batch dimension.
         slicer: the module's ``slice_micro_batch``, if it has one. Then a list of anything but columns holds items.
         counter: the module's ``batch_length``, if it has one: it is asked first.
+        method: the user's call, for errors.
 
     Raises:
         TypeError: ``batch_length`` returns no int; otherwise as `batch_size`.
@@ -35,9 +41,9 @@ def items_in(batch: object, dim: int, slicer: Slicer | None, counter: Callable[[
         for entries in _lists(batch):
             if _may_be_items(entries, dim):
                 raise _cannot_tell(entries)
-        return batch_size(batch, dim)
+        return batch_size(batch, dim, method)
     if not isinstance(batch, (list, tuple)) or hasattr(batch, "_fields"):
-        return batch_size(batch, dim)
+        return batch_size(batch, dim, method)
     return _entries_or_columns(batch, dim, slicer)
 
 

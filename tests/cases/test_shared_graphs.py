@@ -28,6 +28,9 @@ SCALED_WEIGHTS = pytest.mark.parametrize(
 
 Losses = Sequence[Callable[[Tensor], Tensor]]
 
+# Losses of several optimizers one after the other, on purpose without `more=True`.
+pytestmark = pytest.mark.filterwarnings("ignore:An optimizer stepped, and then another one's loss")
+
 
 def plugins(scaled: bool) -> list[Any]:
     """16-mixed on the CPU, whose scale grows with every second step."""
