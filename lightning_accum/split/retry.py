@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from math import ceil, inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,57 +13,22 @@ from torch.optim import Optimizer
 from lightning_accum.checks import advice
 from lightning_accum.checks.arguments import as_weight, check_function, check_loss, check_split, loss_and_weight
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients.buffers import Weight
-from lightning_accum.seams import logs
-from lightning_accum.seams.roots import is_oom_error, rank_zero_info
+from lightning_accum.gradients.buffers import Weight, trainable
+from lightning_accum.seams import logs, loop
+from lightning_accum.seams.roots import garbage_collection_cuda, rank_zero_info
+from lightning_accum.split.batch import SplitBatch
+from lightning_accum.split.memory import OutOfMemoryError, WholeBatchOutOfMemoryError, is_out_of_memory, without_way_out
 from lightning_accum.split.ranks import prepare_for_retries, refuse_unequal_pieces
-from lightning_accum.split.slicing import Slicer, batch_size, equal_sizes, pieces
-from lightning_accum.split.undo import remember
+from lightning_accum.split.slicing import equal_sizes
 from lightning_accum.step.manual import ManualStep
 from lightning_accum.step.micro_batch import Piece
 from lightning_accum.window.state import Accumulator
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
 CALL = "accumulate_split(batch, loss_fn"
-OutOfMemoryError = torch.cuda.OutOfMemoryError  # the name of `torch.OutOfMemoryError` that every torch has
-
-# Fact: CUDA's libraries allocate outside of torch's pool, for a first handle or a plan; with a full device they report
-# one of these as a plain RuntimeError, "not initialized" too. Neither torch's class nor Lightning's function covers it.
-FAILED_ALLOCATIONS = (
-    *("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUSOLVER_STATUS_ALLOC_FAILED"),
-    *("CUDNN_STATUS_ALLOC_FAILED", "DEVICE_ALLOCATION_FAILED", "CUSPARSE_STATUS_ALLOC_FAILED", "CUFFT_ALLOC_FAILED"),
-)
-
-
-@dataclass(frozen=True)
-class SplitBatch:
-    """A batch, how it is cut, and what each piece is given to.
-
-    Args:
-        batch: what the loader gave.
-        function: the user's, of a piece.
-        dim: the tensors' batch dimension.
-        slicer: the user's, if there is one.
-        method: the user's call, for errors.
-    """
-
-    batch: Any
-    function: Callable[[Any], Any]
-    dim: int
-    slicer: Slicer | None
-    method: str = "accumulate_split"
-
-    @property
-    def size(self) -> int:
-        """Items in the batch."""
-        return batch_size(self.batch, self.dim, self.method)
-
-    def pieces(self, sizes: list[int]) -> Iterator[object]:
-        """Cut it into pieces of these sizes."""
-        return pieces(self.batch, sizes, self.dim, self.slicer)
 
 
 Stage = Callable[[list[int]], None]  # part of a contribution, given the sizes of the pieces
@@ -114,7 +78,7 @@ def _contribute_all(step: ManualStep, window: Accumulator, batch: SplitBatch, si
         last = syncs and index + 1 == len(sizes)
         given = _loss_of(step, batch, piece, sizes[index])
         if given is not None:
-            step.contribute(window, *given, last=last, piece=Piece(len(sizes), is_first))
+            step.contribute([window], *given, last=last, piece=Piece(len(sizes), is_first))
             is_first = False
         del given  # nothing of a piece's graph outlives it
     step.engine.awaits(False)
@@ -138,7 +102,7 @@ def _run_what_fits(step: ManualStep, window: Accumulator, batch: SplitBatch, sta
     history = window.history
     prepare_for_retries(step, batch.method)
     while True:
-        put_back = remember(step, window)
+        put_back = _remember(step, window)
         total = batch.size
         sizes = equal_sizes(total, history.split_size or max(total, 1))
         failed, error = _try(step, stages, sizes)
@@ -146,7 +110,7 @@ def _run_what_fits(step: ManualStep, window: Accumulator, batch: SplitBatch, sta
             return
         put_back()
         if failed == 1:
-            raise _without_way_out(error, batch.method)
+            raise without_way_out(error, batch.method)
         history.split_size = ceil(failed / 2)
         _log_size(step.trainer, failed, history.split_size, window.index)
 
@@ -172,28 +136,64 @@ def _try_stage(stage: Stage, sizes: list[int]) -> RuntimeError | None:
     return None
 
 
-class WholeBatchOutOfMemoryError(OutOfMemoryError):
-    """Memory ran out where smaller pieces are no help."""
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether memory ran out: torch's own class, or the messages of CUDA's libraries and of the CPU."""
-    if isinstance(error, OutOfMemoryError) or is_oom_error(RuntimeError(str(error))):
-        return True
-    return any(status in str(error) for status in FAILED_ALLOCATIONS)
-
-
-def _without_way_out(error: RuntimeError | None, method: str) -> RuntimeError:
-    """Return the error where a single item does not fit; a new one on ranks that had memory for theirs."""
-    sentence = f"One single item did not fit: `{method}` cannot make the micro-batch smaller."
-    if error is None:
-        return OutOfMemoryError(f"Another rank ran out of memory. {sentence}")
-    error.args = (f"{error} {sentence}",)  # `add_note` is of Python 3.11
-    return error
-
-
 def _log_size(trainer: Trainer, failed: float, size: int, optimizer_idx: int) -> None:
     rank_zero_info(f"Out of memory with micro-batches of {failed:.0f} items: from now on they have {size}.")
     name = "accumulation/micro_batch_size" + (f"-{optimizer_idx}" if optimizer_idx else "")
     for logger in trainer.loggers:
         logger.log_metrics({name: size}, step=logs.logger_step(trainer))
+
+
+# Undoing a try
+
+
+def _remember(step: ManualStep, window: Accumulator) -> Callable[[], None]:
+    """Keep everything that a try changes; what is returned puts it back and frees memory."""
+    undo = [
+        loop.remember_rng(),
+        remember_buffers(step.module),
+        _remember_window(step, window),
+        step.engine.gradients.remember(_within_reach(step, window.index)),
+    ]
+
+    def put_back() -> None:
+        torch.clear_autocast_cache()  # weights in low precision, with a graph of the try
+        for put_back_part in undo:
+            put_back_part()
+        garbage_collection_cuda()
+
+    return put_back
+
+
+def _within_reach(step: ManualStep, optimizer_idx: int) -> Iterable[Tensor]:
+    """Parameters whose gradients a backward may change."""
+    optimizers = step.trainer.optimizers
+    return trainable(optimizers[optimizer_idx]) if len(optimizers) > 1 else step.module.parameters()
+
+
+def remember_buffers(module: LightningModule) -> Callable[[], None]:
+    """Keep the values of a module's buffers; what is returned puts them back."""
+    kept = [
+        (owner, name, buffer, None if buffer is None else buffer.clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+    ]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for owner, name, buffer, value in kept:
+                owner._buffers[name] = buffer
+                if buffer is not None and value is not None:
+                    buffer.data.copy_(value)  # without a new version, which would spoil graphs that use the buffer
+
+    return put_back
+
+
+def _remember_window(step: ManualStep, window: Accumulator) -> Callable[[], None]:
+    progress, last_batch, put_back_window = step.engine.progress, step.engine.progress.last_batch, window.remember()
+
+    def put_back() -> None:
+        progress.last_batch = last_batch
+        step.gradient_watch.forget()
+        put_back_window()
+
+    return put_back
