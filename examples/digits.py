@@ -2,15 +2,12 @@
 
     python examples/digits.py --config examples/digits.yaml
 
-Claim: test accuracy is at least 0.97. `digits.png` shows loss, learning rate and effective batch size.
+Claim: test accuracy is at least 0.97. `digits.png` shows the run: `AccumulationMonitor.plot`.
 """
 
-import csv
 import warnings
-from pathlib import Path
 
 import lightning as L
-import matplotlib.pyplot as plt
 import torch
 from lightning.pytorch.cli import LightningCLI
 from sklearn.datasets import load_digits
@@ -18,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_accum import AccumulationMixin, estimated_stepping_batches
+from lightning_accum import AccumulationMixin, AccumulationMonitor, estimated_stepping_batches
 
 Batch = tuple[Tensor, Tensor]  # images (batch, 1, 8, 8), float32; digits (batch,), int64
 
@@ -80,26 +77,6 @@ class DigitsModel(AccumulationMixin, L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cosine, "interval": "step"}}
 
 
-def draw(metrics: Path, png: Path) -> None:
-    """Draw one point per effective step; a logger's row holds some of the columns only."""
-    rows = list(csv.DictReader(metrics.read_text().splitlines()))
-    figure, axes = plt.subplots(3, sharex=True, figsize=(7, 6), layout="constrained")
-    for axis, name, label, style in (
-        (axes[0], "train/loss", "loss (window mean)", ".-"),
-        (axes[1], "accumulation/lr", "learning rate", ".-"),
-        (axes[2], "accumulation/effective_batch_size", "effective batch size", "."),
-    ):
-        steps, values = zip(*((int(row["step"]), float(row[name])) for row in rows if row[name]), strict=True)
-        axis.plot(steps, values, style, markersize=3, linewidth=0.8)
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-    axes[0].set_yscale("log")
-    axes[2].set(xlabel="effective step", yticks=range(0, 257, 64))
-    axes[2].text(0, 232, "lower points: an epoch's short last window", fontsize="small")
-    figure.align_ylabels()
-    figure.savefig(png, dpi=150)
-
-
 def main() -> None:
     # The data are in memory, where workers would only cost; LeafSpec is between Lightning and a recent torch.
     warnings.filterwarnings("ignore", ".*does not have many workers|.*LeafSpec")
@@ -107,9 +84,10 @@ def main() -> None:
     cli = LightningCLI(DigitsModel, DigitsData, run=False)
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
     accuracy = cli.trainer.test(cli.model, datamodule=cli.datamodule)[0]["test/accuracy"]
-    metrics = Path(cli.trainer.log_dir) / "metrics.csv"  # asked by every rank: Lightning broadcasts it
     if cli.trainer.is_global_zero:
-        draw(metrics, Path("digits.png"))
+        (monitor,) = (callback for callback in cli.trainer.callbacks if isinstance(callback, AccumulationMonitor))
+        figure, _ = monitor.plot()
+        figure.savefig("digits.png", dpi=150)
     assert accuracy >= 0.97, f"test accuracy is {accuracy:.3f}"
 
 

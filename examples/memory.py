@@ -93,7 +93,9 @@ def train(way: str, updates: int) -> dict[str, Any]:
 def draw(results: dict[str, dict[str, Any]]) -> None:
     """Draw memory and loss."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
-    left.barh(list(results), [result["memory"] for result in results.values()])
+    bars = left.barh(list(results), [result["memory"] for result in results.values()])
+    left.bar_label(bars, fmt="%.0f", padding=3)
+    left.margins(x=0.12)
     left.invert_yaxis()
     left.set_xlabel("peak memory of the training, MiB")
     for (way, result), style in zip(results.items(), ("-", "--", "-.", ":"), strict=True):

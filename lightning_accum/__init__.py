@@ -1,7 +1,9 @@
 """Gradient accumulation for PyTorch Lightning that gives the same update as the one big batch."""
 
+from lightning_accum.callbacks.history import plot_metrics
 from lightning_accum.callbacks.lr_scaling import LearningRateScaler
 from lightning_accum.callbacks.monitor import AccumulationMonitor
+from lightning_accum.callbacks.noise_scale import NoiseScaleMonitor
 from lightning_accum.callbacks.nonfinite import NonFiniteGuard
 from lightning_accum.callbacks.validation import ValidateEveryNSteps
 from lightning_accum.effective_step import EffectiveStep
@@ -22,10 +24,12 @@ __all__ = [
     "EffectiveStep",
     "EquivalenceReport",
     "LearningRateScaler",
+    "NoiseScaleMonitor",
     "NonFiniteGuard",
     "ValidateEveryNSteps",
     "accumulation_plan",
     "check_equivalence",
     "estimated_stepping_batches",
     "opens_window",
+    "plot_metrics",
 ]

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_accum.attach import with_scheduler
 from lightning_accum.checks import refusals
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.scheduler import AccumulationScheduler
-from lightning_accum.seams import hooks, loop
-from lightning_accum.seams.roots import (
-    CALLBACKS,
-    LIGHTNING_MODULES,
-    Callback,
-    LightningModule,
-    MisconfigurationException,
-)
+from lightning_accum.seams import hooks
+from lightning_accum.seams.roots import LIGHTNING_MODULES, LightningModule
 from lightning_accum.seams.window_length import opens_window
-from lightning_accum.split import retry
+from lightning_accum.split import cached, retry
 from lightning_accum.step.manual_fit import ModuleState
 
 if TYPE_CHECKING:
@@ -31,15 +24,6 @@ if TYPE_CHECKING:
     _Module = LightningModule
 else:
     _Module = object
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-
-
-def _uncompiled(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Keep a method out of ``torch.compile``, with the types that torch's own decorator takes away."""
-    uncompiled: Callable[_Arguments, _Result] = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
-    return uncompiled
 
 
 class AccumulationMixin(_Module):
@@ -81,16 +65,14 @@ class AccumulationMixin(_Module):
     )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Check the order of the bases, and wrap the two hooks that must work without a ``super()`` call."""
+        """Check the order of the bases, and wrap what must work without a ``super()`` call, or uncompiled."""
         super().__init_subclass__(**kwargs)
         bases = cls.__mro__
         if any(bases.index(base) < bases.index(AccumulationMixin) for base in LIGHTNING_MODULES if base in bases):
-            raise TypeError(
-                f"class {cls.__name__}: AccumulationMixin comes after LightningModule among the bases, whose hooks"
-                f" would hide its own. Write `class {cls.__name__}(AccumulationMixin, LightningModule)`."
-            )
+            raise refusals.mixin_comes_second(cls)
         hooks.wrap(cls, "training_step", _run_training_step)
-        hooks.wrap(cls, "configure_callbacks", _run_configure_callbacks)
+        hooks.wrap(cls, "configure_callbacks", with_scheduler)
+        hooks.wrap(cls, "log", _run_log)
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
@@ -109,10 +91,7 @@ class AccumulationMixin(_Module):
     @automatic_optimization.setter
     def automatic_optimization(self, automatic: bool) -> None:
         if automatic:
-            raise MisconfigurationException(
-                f"{type(self).__name__}.automatic_optimization = True: AccumulationMixin is for manual optimization."
-                " For automatic optimization leave it out, and add an AccumulationScheduler to the callbacks."
-            )
+            raise refusals.mixin_is_for_manual_optimization(type(self))
 
     @property
     def effective_step(self) -> int:
@@ -130,7 +109,7 @@ class AccumulationMixin(_Module):
         step = self._accumulation.step
         return step is not None and opens_window(step.trainer)
 
-    @_uncompiled
+    @hooks.uncompiled
     def accumulate(
         self,
         loss: Tensor | None,
@@ -162,12 +141,9 @@ class AccumulationMixin(_Module):
             ValueError: a loss that is not a scalar; a negative or non-finite Python weight; an optimizer that is not
                 this module's, or none where there are several.
         """
-        step = self._accumulation.step
-        if step is None:
-            raise refusals.outside_training_step("accumulate(loss", self)
-        return step.accumulate(loss, weight, optimizer, more=more)
+        return self._accumulation.running_step("accumulate(loss", self).accumulate(loss, weight, optimizer, more=more)
 
-    @_uncompiled
+    @hooks.uncompiled
     def accumulate_split(
         self,
         batch: Any,
@@ -204,11 +180,48 @@ class AccumulationMixin(_Module):
             ValueError: a batch whose parts differ in size; a size below 1.
             MisconfigurationException: ``"auto"`` where ranks wait for each other inside forward or backward.
         """
-        step = self._accumulation.step
-        if step is None:
-            raise refusals.outside_training_step("accumulate_split(batch, loss_fn", self)
+        step = self._accumulation.running_step(retry.CALL, self)
         split = retry.SplitBatch(batch, loss_fn, batch_dim, getattr(self, "slice_micro_batch", None))
         return retry.accumulate_split(step, optimizer, split, micro_batch_size)
+
+    @hooks.uncompiled
+    def accumulate_cached(
+        self,
+        batch: object,
+        embed_fn: cached.EmbedFn,
+        loss_fn: cached.ContrastFn,
+        *,
+        micro_batch_size: int | Literal["auto"],
+        weight: float | Tensor | None = None,
+        optimizer: Optimizer | LightningOptimizer | None = None,
+        batch_dim: int = 0,
+    ) -> EffectiveStep | None:
+        """Add one batch whose items the loss compares (contrastive), exactly, at the memory of one micro-batch.
+
+        Embeds all micro-batches without a graph, runs ``loss_fn`` on the embeddings of the whole batch, and embeds each
+        micro-batch again for its backward (gradient caching). The second pass repeats the random states (torch, numpy,
+        Python) and the module's buffers of the first. With a factor N the window is the weighted mean of N such losses.
+
+        Args:
+            batch: as for `accumulate_split`; at least one item.
+            embed_fn: returns a micro-batch's embeddings, batch first: a tensor, or a tuple or dict of tensors. It runs
+                twice for each, so it must not log or update metrics.
+            loss_fn: takes the embeddings of the whole batch; returns the loss, the mean over ``weight`` items. Its own
+                parameters (a temperature) learn too. It may gather: ``self.all_gather(x, sync_grads=True)``.
+            micro_batch_size: as for `accumulate_split`; ``"auto"`` halves it in both passes.
+            weight: as for `accumulate`. Default: the scheduler's ``weight_fn``, or the batch's size.
+            optimizer: whose window; needed only if there are several.
+            batch_dim: the batch dimension of the tensors in ``batch``.
+
+        Returns and raises as `accumulate_split`; ValueError also for an empty batch, and embeddings not batch first.
+
+        References:
+            Gao et al., Scaling Deep Contrastive Learning Batch Size, 2021, https://arxiv.org/abs/2101.06983
+        """
+        step = self._accumulation.running_step("accumulate_cached(batch, embed_fn, loss_fn", self)
+        slicer = getattr(self, "slice_micro_batch", None)
+        split = retry.SplitBatch(batch, embed_fn, batch_dim, slicer, "accumulate_cached")
+        return cached.accumulate_cached(step, optimizer, split, cached.Objective(loss_fn, weight), micro_batch_size)
 
     @override
     def clip_gradients(
@@ -226,25 +239,12 @@ class AccumulationMixin(_Module):
 
 def _run_training_step(module: AccumulationMixin, training_step: hooks.Hook, *args: object, **kwargs: object) -> object:
     step = module._accumulation.step
-    return training_step(*args, **kwargs) if step is None else step.run(training_step, *args, **kwargs)
+    if step is None or step.micro_batch is not None:  # inside a hook on the object, which runs around the class's
+        return training_step(*args, **kwargs)
+    return step.run(training_step, *args, **kwargs)
 
 
-def _run_configure_callbacks(module: AccumulationMixin, configure_callbacks: hooks.Hook) -> list[Callback]:
-    """Attach a scheduler for the Trainer's factor, if there is none, and let the validator pass the flags."""
-    configured, trainer = configure_callbacks(), module.trainer
-    callbacks = [configured] if isinstance(configured, CALLBACKS) else list(configured or [])
-    present = [c for c in loop.callbacks(trainer) if not (isinstance(c, AccumulationScheduler) and c.is_attached)]
-    loop.set_callbacks(trainer, present)  # without what a fit that failed has left
-    scheduler = next((c for c in (*callbacks, *present) if isinstance(c, AccumulationScheduler)), None)
-    fitting = trainer.state.fn == "fit"
-    if scheduler is None:
-        refusals.refuse_schedule_as_flag(trainer)
-        # Also for validation and test: a checkpoint of the fit has its state, and Lightning would miss it.
-        scheduler = AccumulationScheduler(trainer.accumulate_grad_batches)
-        scheduler.is_attached = True
-        callbacks.append(scheduler)
-    elif fitting:
-        refusals.refuse_two_factors(trainer)
-    if fitting:
-        scheduler.flags.hide(trainer)
-    return callbacks
+@hooks.uncompiled
+def _run_log(module: AccumulationMixin, log: hooks.Hook, *args: object, **kwargs: object) -> object:
+    # Fact: up to Lightning 2.6.6 `torch.compile` fails to trace how `log` reads signatures (Lightning's issue #21836).
+    return log(*args, **kwargs)

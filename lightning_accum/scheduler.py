@@ -21,7 +21,6 @@ from lightning_accum.step.doors import choose_door
 from lightning_accum.step.engine import Door, Engine, Options
 from lightning_accum.step.guards import check_first_backward
 from lightning_accum.window import checkpoint as checkpoints
-from lightning_accum.window.checkpoint import new_state
 from lightning_accum.window.placement import WindowPlacement
 from lightning_accum.window.progress import Progress, State
 
@@ -35,8 +34,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
     In automatic optimization nothing else is needed; in manual optimization it works with `AccumulationMixin`. Each
     window gets its true length (an epoch's last one may be shorter), the factor changes only where a window opens, and
     a resumed fit continues the open window. During a fit ``trainer.accumulate_grad_batches`` is the current window's
-    length; afterwards the Trainer has its own value again. Between fits `scheduling`, `effective_batch_size` and
-    `interval` can be assigned.
+    length, afterwards its own value again. Between fits `scheduling`, `effective_batch_size` and `interval` can change.
 
     Args:
         scheduling: the accumulation factor (micro-batches per window), or ``{start: factor}``, for example
@@ -121,7 +119,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
             return
         refusals.refuse_at_setup(trainer, sync_each=self.sync_each_micro_batch)
         self._reset()
-        self.progress.load_state_dict(new_state(trainer))  # stays, if no epoch is left
+        self.progress.load_state_dict(checkpoints.new_state(trainer))  # stays, if no epoch is left
         options = Options(self.weight_fn, self.partial_window, self.save_gradients, self.sync_each_micro_batch)
         self._engine = Engine(trainer, pl_module, options, self.progress, self.gradients, self.flags, self)
         self._door = choose_door(self._engine, pl_module)
@@ -147,7 +145,6 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         schedule = self._placement.schedule
         advice.warn_at_start(trainer, pl_module, schedule, self.partial_window)
         self._engine.unweighted_warning = advice.unequal_micro_batches(trainer, schedule, self.partial_window) or ""
-        advice.log_arithmetic(trainer, schedule)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -221,7 +218,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
 
     def _restore(self, trainer: Trainer) -> State:
         """Go on where the checkpoint was made; without one, where Lightning's own counter stands."""
-        state, self._restored = self._restored or new_state(trainer), None
+        state, self._restored = self._restored or checkpoints.new_state(trainer), None
         self.progress.load_state_dict(state)
         self._placement.resume(trainer, state["window"])
         advice.warn_of_lost_gradients(checkpoints.restore_gradients(trainer, self.progress, self.gradients, state))

@@ -278,7 +278,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "step": _CORE,
     "split": _CORE | {"step"},
     "scheduler": _CORE | {"step"},
-    "mixin": _CORE | {"step", "split", "scheduler"},
+    "attach": _CORE | {"step", "scheduler"},
+    "mixin": _CORE | {"step", "split", "attach"},
     "callbacks": {"seams", "schedule", "gradients", "effective_step"},
     "equivalence": {"split.slicing", "checks.arguments", "gradients.buffers", "schedule.validate", "seams"},
 }

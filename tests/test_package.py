@@ -20,7 +20,10 @@ import lightning_accum
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(lightning_accum.__file__).parent
-TOP_LEVEL = {"CHANGELOG.md", "LICENSE", "README.md", "docs", "examples", "lightning_accum", "pyproject.toml", "tests"}
+TOP_LEVEL = {
+    *("CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "pyproject.toml"),
+    *("docs", "examples", "lightning_accum", "tests"),
+}
 
 
 def test_all_names_every_public_attribute() -> None:

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum.callbacks._base import AccumulationCallback
 from lightning_accum.callbacks._epoch_loss import EpochLoss
+from lightning_accum.callbacks._pictured import PicturedCallback
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.schedule import resolve
 from lightning_accum.schedule.epoch import samples
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _TITLE = "Accumulation plan"
 
 
-class AccumulationMonitor(AccumulationCallback):
+class AccumulationMonitor(PicturedCallback):
     """Shows the accumulation plan at fit start and logs the figures of each effective step.
 
     Once per effective step, where ``Trainer(log_every_n_steps=...)`` makes one due, it writes to the Trainer's loggers,
@@ -49,8 +49,11 @@ class AccumulationMonitor(AccumulationCallback):
     Args:
         prog_bar: whether the progress bar shows ``effective_step`` (windows closed so far) and ``micro_batch``, as 3/4
             for the third one of a window of four.
+        plot: whether TensorBoard's and W&B's loggers get the picture of `plot` at the fit's end. Needs matplotlib, the
+            extra ``plot``.
 
     Raises:
+        ModuleNotFoundError: with ``plot=True`` at fit start, if matplotlib is not installed.
         MisconfigurationException: at fit start, if there is neither an AccumulationScheduler nor an AccumulationMixin.
 
     Example:
@@ -61,7 +64,8 @@ class AccumulationMonitor(AccumulationCallback):
 
     shows_plan = True  # the scheduler then leaves out its line at fit start
 
-    def __init__(self, prog_bar: bool = False) -> None:
+    def __init__(self, prog_bar: bool = False, plot: bool = False) -> None:
+        super().__init__(plot)
         self.prog_bar = prog_bar
         self._samples = 0
         self._place: list[int] | None = None  # epoch and index of the last micro-batch in `_samples`
@@ -72,6 +76,7 @@ class AccumulationMonitor(AccumulationCallback):
 
     @override
     def _begin_fit(self, trainer: Trainer) -> None:
+        super()._begin_fit(trainer)
         if trainer.global_step == 0:
             self._samples, self._place = 0, None
         self._logs_lr = not any(getattr(other, "logs_learning_rate", False) for other in loop.callbacks(trainer))

@@ -26,11 +26,12 @@ _LONG_SUM = 64  # micro-batches; in bf16 the rounding of shorter sums is not see
 
 
 def warn_at_start(trainer: Trainer, module: LightningModule, schedule: Schedule, partial_window: PartialWindow) -> None:
-    """Warn where training starts but may not do what one thinks."""
+    """Warn where training starts but may not do what one thinks; log the arithmetic."""
     warn_of_plain_loader(trainer)
     warn_of_rounded_sizes(trainer, schedule)
     warn_of_short_epochs(trainer, schedule, partial_window)
     warn_of_batch_norm(trainer, module, schedule)
+    log_arithmetic(trainer, schedule)
 
 
 def warn_of_short_epochs(trainer: Trainer, schedule: Schedule, partial_window: PartialWindow) -> None:
@@ -206,3 +207,12 @@ def silenceable(message: str) -> str:
     """Return a warning with the filter that silences it, by its first words."""
     words = " ".join(re.split(r"[^\w\s`.,'-]", message)[0].split()[:4])
     return f'{message} To silence this: `warnings.filterwarnings("ignore", "{words}")`.'
+
+
+def warn_of_uncompiled_split(module: LightningModule) -> None:
+    """Warn about a split batch in a compiled module: what a disabled function calls runs uncompiled too."""
+    if loop.is_compiled(module):
+        rank_zero_warn(
+            "`accumulate_split` in a compiled module: `loss_fn` runs uncompiled. Compile the submodule that it calls"
+            " instead: `self.net = torch.compile(self.net)`, and `Trainer.fit` with the module itself."
+        )

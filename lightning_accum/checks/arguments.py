@@ -87,26 +87,30 @@ def check_bools(**options: object) -> None:
             raise TypeError(f"`AccumulationScheduler({name}={value!r})`: must be True or False.")
 
 
-def check_split(size: object, batch_dim: int) -> None:
+def check_split(size: object, batch_dim: int, method: str = "accumulate_split") -> None:
     """Raise unless ``micro_batch_size`` is a positive int or ``"auto"``, and ``batch_dim`` counts from the front."""
     if size != "auto":
-        call = f"accumulate_split(micro_batch_size={size!r})"
+        call = f"{method}(micro_batch_size={size!r})"
         # Another word is a bad value and not a bad type, so it is checked as 0.
         positive_int(0 if isinstance(size, str) else size, call, 'must be an int >= 1, or "auto"')
     if isinstance(batch_dim, bool) or not isinstance(batch_dim, int):
-        raise TypeError(f"`accumulate_split(batch_dim={batch_dim!r})`: must be an int >= 0.")
+        raise TypeError(f"`{method}(batch_dim={batch_dim!r})`: must be an int >= 0.")
     if batch_dim < 0:
-        raise ValueError(f"`accumulate_split(batch_dim={batch_dim})`: must be >= 0, counted from the first dimension.")
+        raise ValueError(f"`{method}(batch_dim={batch_dim})`: must be >= 0, counted from the first dimension.")
 
 
-def check_loss_fn(loss_fn: object) -> None:
-    """Raise TypeError unless the user's ``loss_fn`` can be called."""
-    if not callable(loss_fn):
-        given = f"a tensor of shape {tuple(loss_fn.shape)}" if isinstance(loss_fn, Tensor) else repr(loss_fn)
-        raise TypeError(
-            f"`accumulate_split(batch, loss_fn)`: `loss_fn` must be a function from a micro-batch to its loss, for"
-            f" example `lambda micro_batch: self.loss(micro_batch)`, got {given}."
-        )
+def check_function(function: object, method: str, name: str, example: str) -> None:
+    """Raise TypeError unless a function that the user gave can be called.
+
+    Args:
+        function: what was given.
+        method: the user's call.
+        name: the argument.
+        example: what it does, with code.
+    """
+    if not callable(function):
+        given = f"a tensor of shape {tuple(function.shape)}" if isinstance(function, Tensor) else repr(function)
+        raise TypeError(f"`{method}(batch, {name})`: `{name}` must be a function from {example}, got {given}.")
 
 
 def loss_and_weight(given: object) -> tuple[Tensor | None, float | Tensor | None]:

@@ -188,3 +188,20 @@ def runs(name: str) -> RuntimeError:
         " schedule it began with. Assign it between fits; for a factor that changes in a fit give a schedule:"
         " `AccumulationScheduler({0: 1, 5: 4})`."
     )
+
+
+def mixin_comes_second(module_class: type) -> TypeError:
+    """Return the error for a class whose bases have AccumulationMixin after LightningModule."""
+    name = module_class.__name__
+    return TypeError(
+        f"class {name}: AccumulationMixin comes after LightningModule among the bases, whose hooks would hide its own."
+        f" Write `class {name}(AccumulationMixin, LightningModule)`."
+    )
+
+
+def mixin_is_for_manual_optimization(module_class: type) -> MisconfigurationException:
+    """Return the error for a class with AccumulationMixin that is set to automatic optimization."""
+    return MisconfigurationException(
+        f"{module_class.__name__}.automatic_optimization = True: AccumulationMixin is for manual optimization. For"
+        " automatic optimization leave it out, and add an AccumulationScheduler to the callbacks."
+    )

@@ -80,3 +80,9 @@ def drop(optimizer: Optimizer) -> None:
     """Set the optimizer's gradients to None: its step then skips the parameters, weight decay included."""
     for parameter in parameters(optimizer):
         parameter.grad = None
+
+
+def finite_unless(counts: Tensor | bool, gradient: Tensor) -> Tensor:
+    """Return a gradient with 0 for inf and NaN, unless its micro-batch counts."""
+    finite = gradient.nan_to_num(0.0, 0.0, 0.0)
+    return torch.where(counts.to(gradient.device), gradient, finite) if isinstance(counts, Tensor) else finite

@@ -111,15 +111,18 @@ class Ranks:
 
     # A backward
 
-    def backward(self, device: torch.device, *, last: bool) -> AbstractContextManager[None]:
-        """Return the context of a backward: outside of autocast, and synced only if it is the window's last one."""
+    def backward(self, device: torch.device, *, last: bool, reaches_all: bool = True) -> AbstractContextManager[None]:
+        """Return the context of a backward: outside of autocast, and synced only if it is the window's last one.
+
+        One that does not reach all parameters is not synced under DDP, whose reducer would wait for the others.
+        """
         if self.size > 1:
-            return self._on_ranks(device, last=last)
+            return self._on_ranks(device, synced=(last or self.sync_each) and (reaches_all or self.is_sharded))
         return without_autocast(device)
 
     @contextmanager
-    def _on_ranks(self, device: torch.device, *, last: bool) -> Iterator[None]:
-        with without_autocast(device), self._synced(last or self.sync_each):
+    def _on_ranks(self, device: torch.device, *, synced: bool) -> Iterator[None]:
+        with without_autocast(device), self._synced(synced):
             yield
 
     def _synced(self, synced: bool) -> AbstractContextManager[None]:
@@ -160,7 +163,7 @@ class Ranks:
     @cached_property
     def is_sharded(self) -> bool:
         """Whether ranks hold parts of the parameters."""
-        return is_sharded(self._trainer)
+        return self.size > 1 and is_sharded(self._trainer)
 
     def zero_backward(self, parameters: Iterable[Tensor]) -> None:
         """Take part in the window's synced backward without a contribution; gradients change by the sync alone."""

@@ -43,10 +43,15 @@ def loss_scale(scaler: GradScaler | None) -> float:
     return 1.0 if scaler is None else scaler.get_scale()
 
 
+def device_scale(scaler: GradScaler | None) -> float | Tensor:
+    """The factor that a GradScaler multiplies losses by, where it lies: a tensor, of which nothing is read back."""
+    return 1.0 if scaler is None or scaler._scale is None else scaler._scale
+
+
 def unscaled(trainer: Trainer, loss: Tensor) -> Tensor:
     """The loss that a GradScaler has scaled. Fact: Lightning hands the scaled one to ``on_before_backward``."""
     scaler = active_scaler(trainer)
-    return loss if scaler is None else loss / scaler._scale  # type: ignore[operator] # a tensor: nothing is read back
+    return loss if scaler is None else loss / device_scale(scaler)
 
 
 def is_fused(optimizer: Optimizer) -> bool:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_accum.gradients.buffers import Weight, drop, multiply, parameters, scale
+from lightning_accum.gradients.buffers import Weight, drop, finite_unless, multiply, parameters, scale
+from lightning_accum.gradients.micro_batch_norms import MicroBatchNorms
 from lightning_accum.gradients.precision import LOW_PRECISION
+from lightning_accum.seams import loop
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 class Float32Gradients:
@@ -85,23 +91,27 @@ class WeightMask:
 
     def __init__(self) -> None:
         self.counts: Tensor | bool | None = None
+        self._keeps_finite = False
         self._zeros: dict[torch.dtype, Tensor] = {}  # on the CPU: `where` with the number 0 makes one each time
         self._handles: dict[Tensor, RemovableHandle] = {}
 
-    def cover(self, parameters: Iterable[Tensor], weight: Weight) -> None:
+    def cover(self, parameters: Iterable[Tensor], weight: Weight, keeps_finite: bool) -> None:
         """Watch the next backward; once a parameter is watched, it stays so until `release`."""
-        self.counts = weight > 0
+        self.counts, self._keeps_finite = weight > 0, keeps_finite
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._handles:
                 self._handles[parameter] = parameter.register_hook(self._mask)  # type: ignore[no-untyped-call]
 
     def _mask(self, gradient: Tensor) -> Tensor | None:
-        if self.counts is None or gradient.is_sparse or type(gradient) is not Tensor:  # a DTensor takes no mask
-            return None
-        if isinstance(self.counts, Tensor):
+        counts = self.counts
+        if counts is None or counts is True or gradient.is_sparse or type(gradient) is not Tensor:
+            return None  # a DTensor takes no mask
+        if self._keeps_finite:
+            return finite_unless(counts, gradient)
+        if isinstance(counts, Tensor):
             zero = self._zeros.setdefault(gradient.dtype, torch.zeros((), dtype=gradient.dtype))
-            return torch.where(self.counts.to(gradient.device), gradient, zero)
-        return None if self.counts else torch.zeros_like(gradient)
+            return torch.where(counts.to(gradient.device), gradient, zero)
+        return torch.zeros_like(gradient)
 
     def release(self) -> None:
         """Watch no more."""
@@ -119,6 +129,7 @@ class WindowGradients:
     def __init__(self, in_float32: bool) -> None:
         self.in_float32 = in_float32
         self._float32 = Float32Gradients() if in_float32 else None
+        self.norms = MicroBatchNorms()
         self._mask = WeightMask()
 
     def start(self, optimizers: Iterable[Optimizer]) -> None:
@@ -127,16 +138,35 @@ class WindowGradients:
             for optimizer in optimizers:
                 self._float32.watch(parameters(optimizer))
 
-    def mask(self, optimizer: Optimizer, weight: Weight) -> None:
-        """Let the next backward add nothing if its weight is 0, whatever the loss is; for a number above 0, no work."""
+    def mask(self, optimizer: Optimizer, weight: Weight, *, gathers: bool = False) -> None:
+        """Let the next backward add nothing if its weight is 0, whatever the loss is; for a number above 0, no work.
+
+        ``gathers``: keep what is finite, which is 0, or what the losses of other ranks add through a gather.
+        """
         if isinstance(weight, Tensor) or weight == 0:
-            self._mask.cover(parameters(optimizer), weight)
+            self._mask.cover(parameters(optimizer), weight, gathers)
         else:
             self._mask.counts = None
+
+    def measure(self, optimizer: Optimizer, weight: Weight, scale: Weight, batch: int, *, opens_batch: bool) -> None:
+        """Take the norm of the next backward's own gradient, if somebody asks for this window's.
+
+        Args:
+            optimizer: whose parameters.
+            weight: of the contribution.
+            scale: what its loss is multiplied by.
+            batch: number of its loader batch.
+            opens_batch: False for a further piece of a split batch.
+        """
+        if optimizer in self.norms.measured:
+            self.norms.note_batch(optimizer, batch, opens_batch=opens_batch)
+            self.norms.begin(optimizer, weight, scale)
 
     def unmask(self) -> None:
         """The backward is through."""
         self._mask.counts = None
+        if self.norms.measured:
+            self.norms.end()
 
     def normalize(self, optimizer: Optimizer, correction: Weight) -> None:
         """Make the optimizer's gradients the window's weighted mean."""
@@ -147,6 +177,7 @@ class WindowGradients:
     def drop(self, optimizer: Optimizer) -> None:
         """Leave nothing to step with."""
         drop(optimizer)
+        self.norms.drop(optimizer)
         if self._float32 is not None:
             self._float32.drop(optimizer)
 
@@ -168,12 +199,14 @@ class WindowGradients:
     def release(self) -> None:
         """The fit has ended; what an open window has summed can still be saved."""
         self._mask.release()
+        self.norms.release()
         if self._float32 is not None:
             self._float32.release()
 
     def remember(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
         """Keep the gradients of an open window, if there are any; what is returned puts them back."""
         kept = {p: None if p.grad is None else p.grad.clone() for p in parameters}
+        put_back_norms = self.norms.remember()
         put_back_sums = None if self._float32 is None else self._float32.remember(kept)
 
         def put_back() -> None:
@@ -182,6 +215,7 @@ class WindowGradients:
                     parameter.grad = gradient
                 else:
                     parameter.grad.copy_(gradient)  # in place: it may be a view of DDP's bucket
+            put_back_norms()
             if put_back_sums is not None:
                 put_back_sums()
 
@@ -192,3 +226,9 @@ class WindowGradients:
         self.release()
         if self._float32 is not None:
             self._float32.sums.clear()
+
+
+def window_gradients(trainer: Trainer) -> WindowGradients:
+    """Return the open window's gradients: those of the fit's AccumulationScheduler, which this room cannot import."""
+    found = (getattr(callback, "gradients", None) for callback in loop.callbacks(trainer))
+    return next(gradients for gradients in found if isinstance(gradients, WindowGradients))

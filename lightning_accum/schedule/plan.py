@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 from lightning_accum.schedule.epoch import Epoch
 from lightning_accum.schedule.factors import PartialWindow, Schedule
 from lightning_accum.schedule.walk import Stretch, merge, walk
+from lightning_accum.seams.plotting import figure_and_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _PARTIAL_WINDOW = {"average": "last window", "drop": "dropped", "carry": "carried on"}
 _SHOWN_ROWS = 20  # about a screen; `AccumulationMonitor` shows the table at fit start
@@ -31,6 +38,55 @@ class AccumulationPlan:
     def effective_steps(self) -> int:
         """Windows closed in the whole training."""
         return sum(row.windows for row in self.rows)
+
+    def plot(self, ax: Axes | None = None) -> tuple[Figure, Axes]:
+        """Draw the factor and the effective batch over effective steps and over samples.
+
+        The left axis is the effective batch, the right one the factor; below are effective steps, above samples.
+        Without a known micro-batch size there is the factor over effective steps.
+
+        Args:
+            ax: axes to draw into; None makes a figure.
+
+        Returns:
+            The figure and its axes.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        figure, ax = figure_and_axes(ax, figsize=(7, 3), layout="constrained")
+        unit = self.samples_per_factor or 1
+        edges = [*(row.first_step for row in self.rows), self.effective_steps]
+        heights = [row.factor * unit for row in self.rows]
+        ax.stairs(heights, edges, baseline=None, linewidth=2)
+        ax.set(xlabel="effective step", ylim=(0, 1.15 * max(heights)), xlim=(0, max(self.effective_steps, 1)))
+        ax.grid(alpha=0.3)
+        if self.samples_per_factor:
+            ax.set_ylabel("effective batch (samples)")
+            to_factor, to_size = (lambda size: size / unit), (lambda factor: factor * unit)
+            factors = ax.secondary_yaxis("right", functions=(to_factor, to_size)).yaxis
+            self._add_samples(ax, edges)
+        else:
+            factors = ax.yaxis
+        factors.set_label_text("accumulation factor")
+        from_above = sorted({row.factor for row in self.rows}, reverse=True)
+        factors.set_ticks(_apart(from_above, float, from_above[0] / 12))
+        return figure, ax
+
+    def _add_samples(self, ax: Axes, edges: list[int]) -> None:
+        """Add an axis above the plot; samples do not grow evenly with effective steps."""
+        from matplotlib.ticker import MaxNLocator
+        from numpy import interp  # matplotlib needs it, and nothing else here
+
+        last = self.rows[-1]
+        end = last.first_sample + last.micro_batches * self.samples_per_factor
+        place = dict(zip(edges, [*(row.first_sample for row in self.rows), end], strict=True))
+        steps, seen = list(place), list(place.values())
+        functions = partial(interp, xp=steps, fp=seen), partial(interp, xp=seen, fp=steps)
+        above = ax.secondary_xaxis("top", functions=functions)
+        above.set_xlabel("samples")
+        rounded = MaxNLocator(6).tick_values(0, end)
+        above.set_ticks(_apart([x for x in rounded if 0 <= x <= end], functions[1], self.effective_steps / 10))
 
     def cells(self) -> list[tuple[str, ...]]:
         """Return the table's cells: its header, then its rows; of a long table the first rows and the last one."""
@@ -66,6 +122,15 @@ class AccumulationPlan:
 def _span(numbers: Sequence[int]) -> str:
     lowest, highest = min(numbers), max(numbers)
     return f"{lowest}" if lowest == highest else f"{lowest}-{highest}"
+
+
+def _apart(numbers: Iterable[float], place: Callable[[float], float], distance: float) -> list[float]:
+    """Return those that have room beside an axis: this far from the one before, by their places."""
+    shown: list[float] = []
+    for number in numbers:
+        if not shown or abs(place(number) - place(shown[-1])) >= distance:
+            shown.append(number)
+    return shown
 
 
 def plan_for(

@@ -7,7 +7,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
 
 from lightning_accum.seams.roots import LIGHTNING_MODULES
 
@@ -21,7 +23,16 @@ RUNNING_HOOK = "_current_fx_name"
 
 Hook = Callable[..., Any]
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
 _ABSENT = object()
+
+
+def uncompiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Keep a function out of ``torch.compile``, with the types that torch's own decorator takes away."""
+    disabled: Callable[_Arguments, _Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def wrap(cls: type, name: str, run: Hook) -> None:

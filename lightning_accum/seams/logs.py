@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_accum.seams import loop
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from matplotlib.figure import Figure
 
 
 def logger_step(trainer: Trainer) -> int:
@@ -31,11 +34,27 @@ def logs_now(trainer: Trainer) -> bool:
 
 
 def log_metrics(trainer: Trainer, metrics: dict[str, Any]) -> None:
-    """Write to all loggers, at the same x as ``self.log``, if a step metric is due; tensors are read only then."""
+    """Write to all loggers, at the same x as ``self.log``, if a step metric is due; tensors are read only then.
+
+    Callbacks that keep a ``history`` get the same.
+    """
     if logs_now(trainer):
         scalars = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        for logger in trainer.loggers:
-            logger.log_metrics(scalars, step=logger_step(trainer))
+        histories = [callback.history for callback in loop.callbacks(trainer) if hasattr(callback, "history")]
+        for receiver in (*trainer.loggers, *histories):
+            if hasattr(receiver, "log_metrics"):
+                receiver.log_metrics(scalars, step=logger_step(trainer))
+
+
+def log_figure(trainer: Trainer, name: str, figure: Figure) -> None:
+    """Give a figure to the loggers that take one. Fact: W&B's has `log_image`, TensorBoard's writer `add_figure`."""
+    for logger in trainer.loggers:
+        if hasattr(logger, "log_image"):
+            logger.log_image(name, [figure], step=logger_step(trainer))
+            continue
+        writer: Any = getattr(logger, "experiment", None)
+        if hasattr(writer, "add_figure"):
+            writer.add_figure(name, figure, global_step=logger_step(trainer), close=False)
 
 
 def is_logged(trainer: Trainer, name: str) -> bool:

@@ -49,6 +49,11 @@ def remove_callback(trainer: Trainer, callback: Callback) -> None:
     set_callbacks(trainer, [other for other in callbacks(trainer) if other is not callback])
 
 
+def is_compiled(module: LightningModule) -> bool:
+    """Whether the fit got ``torch.compile(module)``. Fact: its steps are compiled and set on the module behind it."""
+    return module._compiler_ctx is not None
+
+
 def closes_window(trainer: Trainer) -> bool:
     """Whether the present micro-batch is its window's last one.
 

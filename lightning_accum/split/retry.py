@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_accum.checks.arguments import as_weight, check_loss, check_loss_fn, check_split, loss_and_weight
+from lightning_accum.checks import advice
+from lightning_accum.checks.arguments import as_weight, check_function, check_loss, check_split, loss_and_weight
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, trainable
-from lightning_accum.gradients.distributed import ranks_agree
 from lightning_accum.seams import logs, loop
-from lightning_accum.seams.roots import MisconfigurationException, garbage_collection_cuda, is_oom_error, rank_zero_info
+from lightning_accum.seams.roots import garbage_collection_cuda, is_oom_error, rank_zero_info
+from lightning_accum.split.ranks import prepare_for_retries, refuse_unequal_pieces
 from lightning_accum.split.slicing import Slicer, batch_size, equal_sizes, pieces
-from lightning_accum.step.manual import ManualStep, Piece
+from lightning_accum.step.manual import ManualStep
+from lightning_accum.step.micro_batch import Piece
 from lightning_accum.window.state import Accumulator
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
+CALL = "accumulate_split(batch, loss_fn"
 OutOfMemoryError = torch.cuda.OutOfMemoryError  # the name of `torch.OutOfMemoryError` that every torch has
 
 # Fact: CUDA's libraries allocate outside of torch's pool, for a first handle or a plan; with a full device they report
@@ -37,52 +40,77 @@ FAILED_ALLOCATIONS = (
 
 @dataclass(frozen=True)
 class SplitBatch:
-    """A batch, and how it is cut.
+    """A batch, how it is cut, and what each piece is given to.
 
     Args:
         batch: what the loader gave.
-        loss_fn: the user's.
+        function: the user's, of a piece.
         dim: the tensors' batch dimension.
         slicer: the user's, if there is one.
+        method: the user's call, for errors.
     """
 
     batch: Any
-    loss_fn: Callable[[Any], Any]
+    function: Callable[[Any], Any]
     dim: int
     slicer: Slicer | None
+    method: str = "accumulate_split"
 
     @property
     def size(self) -> int:
         """Items in the batch."""
-        return batch_size(self.batch, self.dim)
+        return batch_size(self.batch, self.dim, self.method)
+
+    def pieces(self, sizes: list[int]) -> Iterator[object]:
+        """Cut it into pieces of these sizes."""
+        return pieces(self.batch, sizes, self.dim, self.slicer)
+
+
+Stage = Callable[[list[int]], None]  # part of a contribution, given the sizes of the pieces
 
 
 def accumulate_split(
     step: ManualStep, optimizer: Optimizer | LightningOptimizer | None, batch: SplitBatch, micro_batch_size: int | str
 ) -> EffectiveStep | None:
     """Contribute a batch in pieces to an optimizer's window; step if it is the window's last batch."""
-    window, micro_batch = step.open_window("accumulate_split(batch, loss_fn", optimizer)
+    window, micro_batch = step.open_window(CALL, optimizer)
+    if step.calls[CALL] == 1:
+        advice.warn_of_uncompiled_split(step.module)
     if not micro_batch.learns:
         return None
-    check_split(micro_batch_size, batch.dim)
-    check_loss_fn(batch.loss_fn)
-    if isinstance(micro_batch_size, str):
-        _contribute_what_fits(step, window, batch, closes=micro_batch.closes)
-    else:
-        sizes = equal_sizes(batch.size, micro_batch_size)
-        _refuse_unequal_pieces(step, len(sizes))
-        _contribute_all(step, window, batch, sizes, closes=micro_batch.closes)
+    example = "a micro-batch to its loss, for example `lambda micro_batch: self.loss(micro_batch)`"
+    check_function(batch.function, batch.method, "loss_fn", example)
+    # With several ranks that retry, the sync comes after they have agreed: none waits in it for one that has failed.
+    syncs = micro_batch.closes and (step.ranks.size == 1 or not isinstance(micro_batch_size, str))
+    run_in_pieces(
+        step, window, batch, micro_batch_size, [lambda sizes: _contribute_all(step, window, batch, sizes, syncs=syncs)]
+    )
     return step.step(window) if micro_batch.closes else None
 
 
-def _contribute_all(
-    step: ManualStep, window: Accumulator, batch: SplitBatch, sizes: list[int], *, closes: bool
+def run_in_pieces(
+    step: ManualStep, window: Accumulator, batch: SplitBatch, micro_batch_size: int | str, stages: Sequence[Stage]
 ) -> None:
-    """Run the forward and backward of every piece; ``closes``: the last one is the window's last one."""
+    """Run a contribution's stages with pieces of at most this size; with ``"auto"``, of a size that fits in memory.
+
+    Between two stages ranks that retry agree whether all of them have had memory for the first one.
+    """
+    check_split(micro_batch_size, batch.dim, batch.method)
+    if isinstance(micro_batch_size, str):
+        _run_what_fits(step, window, batch, stages)
+        return
+    sizes = equal_sizes(batch.size, micro_batch_size)
+    refuse_unequal_pieces(step, len(sizes), batch.method)
+    for stage in stages:
+        stage(sizes)
+
+
+def _contribute_all(step: ManualStep, window: Accumulator, batch: SplitBatch, sizes: list[int], *, syncs: bool) -> None:
+    """Run the forward and backward of every piece; ``syncs``: the last one is the window's last one, and synced."""
     is_first = True
     step.engine.awaits(True)
-    for index, piece in enumerate(pieces(batch.batch, sizes, batch.dim, batch.slicer)):
-        last = closes and index + 1 == len(sizes)
+    for index, piece in enumerate(batch.pieces(sizes)):
+        last = syncs and index + 1 == len(sizes)
         given = _loss_of(step, batch, piece, sizes[index])
         if given is not None:
             step.contribute(window, *given, last=last, piece=Piece(len(sizes), is_first))
@@ -92,7 +120,7 @@ def _contribute_all(
 
 
 def _loss_of(step: ManualStep, batch: SplitBatch, piece: object, size: int) -> tuple[Tensor, Weight] | None:
-    loss, weight = loss_and_weight(batch.loss_fn(piece))
+    loss, weight = loss_and_weight(batch.function(piece))
     if loss is None:
         return None
     check_loss(loss, "loss_fn(micro_batch)")
@@ -101,76 +129,50 @@ def _loss_of(step: ManualStep, batch: SplitBatch, piece: object, size: int) -> t
     return loss, as_weight(weight, loss.device)
 
 
-# Several ranks
-
-
-def _refuse_unequal_pieces(step: ManualStep, pieces: int) -> None:
-    """Raise if ranks with sharded parameters would run different numbers of forwards and backwards."""
-    if step.ranks.size > 1 and step.ranks.is_sharded and not ranks_agree(step.trainer, pieces):
-        raise RuntimeError(
-            f"`accumulate_split(batch, ...)`: the ranks split their batches into different numbers of"
-            f" micro-batches, this one into {pieces}. Sharded parameters are gathered in each, so some ranks would"
-            " wait forever. Give all ranks batches of the same size."
-        )
-
-
-def _prepare_ranks(step: ManualStep) -> None:
-    """Make sure that nothing is sent between ranks while one of them may run out of memory."""
-    if step.ranks.size == 1:
-        return
-    if (obstacle := _obstacle(step)) is not None:
-        raise MisconfigurationException(
-            f'`accumulate_split(micro_batch_size="auto")` with {obstacle}: the ranks wait for each other'
-            " inside forward or backward, forever if one of them runs out of memory there. Give a number of items."
-        )
-    if step.ranks.learns_graph:
-        step.ranks.zero_backward(step.module.parameters())
-        for parameter in step.module.parameters():
-            parameter.grad = None
-
-
-def _obstacle(step: ManualStep) -> str | None:
-    if step.ranks.is_sharded:
-        return "sharded parameters"
-    if any(isinstance(module, nn.SyncBatchNorm) for module in step.module.modules()):
-        return "SyncBatchNorm"
-    return "sync_each_micro_batch=True" if step.ranks.sync_each else None
-
-
 # Where memory runs out
 
 
-def _contribute_what_fits(step: ManualStep, window: Accumulator, batch: SplitBatch, *, closes: bool) -> None:
+def _run_what_fits(step: ManualStep, window: Accumulator, batch: SplitBatch, stages: Sequence[Stage]) -> None:
     """Try, and halve the micro-batches until no rank runs out of memory; each try is of the batch as it came."""
-    ranks, history = step.ranks, window.history
-    _prepare_ranks(step)
+    history = window.history
+    prepare_for_retries(step, batch.method)
     while True:
         put_back = _remember(step, window)
         total = batch.size
         sizes = equal_sizes(total, history.split_size or max(total, 1))
-        # With several ranks the sync comes after they have agreed: none waits in it for one that has failed.
-        error = _try(step, window, batch, sizes, closes=closes and ranks.size == 1)
-        failed = ranks.all_reduce_min(inf if error is None else sizes[0])
+        failed, error = _try(step, stages, sizes)
         if failed == inf:
             return
         put_back()
         if failed == 1:
-            raise _without_way_out(error)
+            raise _without_way_out(error, batch.method)
         history.split_size = ceil(failed / 2)
         _log_size(step.trainer, failed, history.split_size, window.index)
 
 
-def _try(
-    step: ManualStep, window: Accumulator, batch: SplitBatch, sizes: list[int], *, closes: bool
-) -> RuntimeError | None:
+def _try(step: ManualStep, stages: Sequence[Stage], sizes: list[int]) -> tuple[float, RuntimeError | None]:
+    """Return the smallest size with which a rank ran out of memory, inf if none did; and the error of this rank."""
+    for stage in stages:
+        error = _try_stage(stage, sizes)
+        failed = step.ranks.all_reduce_min(inf if error is None else sizes[0])
+        if failed != inf:
+            return failed, error
+    return inf, None
+
+
+def _try_stage(stage: Stage, sizes: list[int]) -> RuntimeError | None:
     """Return the error if memory ran out; a copy if another try follows, since its traceback holds the graph."""
     try:
-        _contribute_all(step, window, batch, sizes, closes=closes)
+        stage(sizes)
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        if isinstance(error, WholeBatchOutOfMemoryError) or not is_out_of_memory(error):
             raise
         return error if sizes[0] == 1 else OutOfMemoryError(*error.args)
     return None
+
+
+class WholeBatchOutOfMemoryError(OutOfMemoryError):
+    """Memory ran out where smaller pieces are no help."""
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -180,9 +182,9 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return any(status in str(error) for status in FAILED_ALLOCATIONS)
 
 
-def _without_way_out(error: RuntimeError | None) -> RuntimeError:
+def _without_way_out(error: RuntimeError | None, method: str) -> RuntimeError:
     """Return the error where a single item does not fit; a new one on ranks that had memory for theirs."""
-    sentence = "One single item did not fit: `accumulate_split` cannot make the micro-batch smaller."
+    sentence = f"One single item did not fit: `{method}` cannot make the micro-batch smaller."
     if error is None:
         return OutOfMemoryError(f"Another rank ran out of memory. {sentence}")
     error.args = (f"{error} {sentence}",)  # `add_note` is of Python 3.11
@@ -203,7 +205,7 @@ def _remember(step: ManualStep, window: Accumulator) -> Callable[[], None]:
     """Keep everything that a try changes; what is returned puts it back and frees memory."""
     undo = [
         loop.remember_rng(),
-        _remember_buffers(step.module),
+        remember_buffers(step.module),
         _remember_window(step, window),
         step.engine.gradients.remember(_within_reach(step, window.index)),
     ]
@@ -223,7 +225,8 @@ def _within_reach(step: ManualStep, optimizer_idx: int) -> Iterable[Tensor]:
     return trainable(optimizers[optimizer_idx]) if step.ranks.size == 1 < len(optimizers) else step.module.parameters()
 
 
-def _remember_buffers(module: LightningModule) -> Callable[[], None]:
+def remember_buffers(module: LightningModule) -> Callable[[], None]:
+    """Keep the values of a module's buffers; what is returned puts them back."""
     kept = [
         (owner, name, buffer, None if buffer is None else buffer.clone())
         for owner in module.modules()
@@ -235,7 +238,7 @@ def _remember_buffers(module: LightningModule) -> Callable[[], None]:
             for owner, name, buffer, value in kept:
                 owner._buffers[name] = buffer
                 if buffer is not None and value is not None:
-                    buffer.copy_(value)
+                    buffer.data.copy_(value)  # without a new version, which would spoil graphs that use the buffer
 
     return put_back
 

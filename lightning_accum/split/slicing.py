@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import cached_property
@@ -20,13 +20,14 @@ _WAY_OUT = (
 )
 
 
-def batch_size(batch: object, dim: int = 0) -> int:
+def batch_size(batch: object, dim: int = 0, method: str = "accumulate_split") -> int:
     """Return how many items a batch holds.
 
     Args:
         batch: tensors, alone or nested in tuples, lists, mappings and dataclasses; lists of anything; or an object with
             ``__len__``. If there are tensors, only they count.
         dim: the tensors' batch dimension; tensors with fewer dimensions are not counted.
+        method: the user's call, for errors.
 
     Raises:
         TypeError: nothing in it has a batch dimension.
@@ -37,12 +38,12 @@ def batch_size(batch: object, dim: int = 0) -> int:
         >>> batch_size({"x": torch.zeros(6, 2), "y": torch.zeros(6), "epoch": 3})
         6
     """
-    sizes = {tensor.shape[dim] for tensor in _tensors(batch) if tensor.dim() > dim} or set(_lengths(batch))
+    sizes = {tensor.shape[dim] for tensor in tensors(batch) if tensor.dim() > dim} or set(_lengths(batch))
     if not sizes:
-        raise TypeError(f"`accumulate_split(batch, ...)`: nothing in {_short(batch)} has a batch dimension.{_WAY_OUT}")
+        raise TypeError(f"`{method}(batch, ...)`: nothing in {_short(batch)} has a batch dimension.{_WAY_OUT}")
     if len(sizes) > 1:
         raise ValueError(
-            f"`accumulate_split(batch, ...)`: the parts of {_short(batch)} have different sizes along dimension {dim}:"
+            f"`{method}(batch, ...)`: the parts of {_short(batch)} have different sizes along dimension {dim}:"
             f" {sorted(sizes)}.{_WAY_OUT}"
         )
     return sizes.pop()
@@ -91,6 +92,37 @@ def pieces(batch: Any, sizes: list[int], dim: int = 0, slicer: Slicer | None = N
         yield _cut(batch, start, stop, total, dim) if slicer is None else slicer(batch, start, stop)
 
 
+def leaves(batch: object) -> Iterator[object]:
+    """Yield what nested containers hold, in a fixed order."""
+    parts = _parts(batch)
+    if parts is None:
+        yield batch
+    else:
+        for part in parts.values():
+            yield from leaves(part)
+
+
+def tensors(batch: object) -> Iterator[Tensor]:
+    """Yield the tensors of a batch or of a nested output, in the order of `leaves`."""
+    return (leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))
+
+
+def with_tensors(batch: object, replacements: Iterable[Tensor]) -> object:
+    """Return a container like this one that holds these tensors, in the order of `tensors`.
+
+    Example:
+        >>> import torch
+        >>> with_tensors({"x": torch.zeros(2), "name": None}, [torch.ones(1)])
+        {'x': tensor([1.]), 'name': None}
+    """
+    remaining = iter(replacements)
+
+    def replace(part: object) -> object:
+        return next(remaining) if isinstance(part, Tensor) else map_parts(part, replace)
+
+    return replace(batch)
+
+
 def map_parts(batch: Any, function: Callable[[Any], Any]) -> Any:
     """Return a container like this one, with the function applied to its parts; return anything else unchanged.
 
@@ -106,7 +138,8 @@ def map_parts(batch: Any, function: Callable[[Any], Any]) -> Any:
         return kind(*new_parts.values()) if hasattr(batch, "_fields") else kind(new_parts.values())
     if isinstance(batch, Mapping):
         new = copy(batch) if isinstance(batch, MutableMapping) else {}
-        new.update(new_parts)
+        for name, part in new_parts.items():  # transformers' outputs forbid `update`
+            new[name] = part
         return new
     return _replace_fields(batch, new_parts)
 
@@ -115,16 +148,9 @@ def _cut(batch: Any, start: int, stop: int, total: int, dim: int) -> Any:
     if isinstance(batch, Tensor):
         return batch.narrow(dim, start, stop - start) if batch.dim() > dim else batch
     # A list of tensors is a container of columns, not a column of items.
-    if _is_column(batch) and len(batch) == total and next(_tensors(batch), None) is None:
+    if _is_column(batch) and len(batch) == total and next(tensors(batch), None) is None:
         return batch[start:stop]
     return map_parts(batch, lambda part: _cut(part, start, stop, total, dim))
-
-
-def _tensors(batch: object) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    for part in (_parts(batch) or {}).values():
-        yield from _tensors(part)
 
 
 def _lengths(batch: Any) -> list[int]:

@@ -232,3 +232,4 @@ class AutomaticDoor(Door):
     @override
     def release(self) -> None:
         hooks.unshadow_all(self._module, "configure_gradient_clipping", "on_train_epoch_end")
+        hooks.unshadow_all(self._trainer.precision_plugin, "backward")

@@ -90,8 +90,12 @@ class Engine:
         optimizer = self.trainer.optimizers[window.index]
         if window.witness is not None and window.witness.grad is None:
             refuse_lost_gradients(window.witness, optimizer)
-        self.gradients.mask(optimizer, contribution.weight)
-        return window.begin_backward(contribution, length, divided_by)
+        self.gradients.mask(optimizer, contribution.weight, gathers=self.ranks.size > 1)
+        scale = window.begin_backward(contribution, length, divided_by)
+        if self.gradients.norms.measured:
+            weight, opens_batch = contribution.weight, contribution.opens_batch
+            self.gradients.measure(optimizer, weight, scale / divided_by, self.batch, opens_batch=opens_batch)
+        return scale
 
     def end_backward(self, window: Accumulator, *, synced: bool) -> None:
         """Count the announced contribution; its gradient is in ``.grad``."""

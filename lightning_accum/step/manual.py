@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from lightning_accum.seams.backward import UnheardBackward
 from lightning_accum.step.engine import Engine
 from lightning_accum.step.guards import HandStepGuard
 from lightning_accum.step.lr_schedulers import LRSchedulers
+from lightning_accum.step.micro_batch import WHOLE, MicroBatch, Piece
 from lightning_accum.step.optimizer_step import OptimizerStep
 from lightning_accum.step.slips import GradientWatch, OrderWatch
 from lightning_accum.window.state import Accumulator, Phase
@@ -26,30 +29,6 @@ from lightning_accum.window.values import Contribution
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from lightning.pytorch.core.optimizer import LightningOptimizer
-
-
-class MicroBatch(NamedTuple):
-    """The micro-batch of a running ``training_step``.
-
-    Args:
-        batch: what the loader gave.
-        closes: whether the window ends with it.
-        learns: False for one that only gathers statistics, whose losses are not for learning.
-    """
-
-    batch: object
-    closes: bool
-    learns: bool
-
-
-class Piece(NamedTuple):
-    """Which part of a loader batch a contribution is; as `Contribution` takes it."""
-
-    pieces: int = 1
-    opens_batch: bool = True
-
-
-WHOLE = Piece()
 
 
 class ManualStep:
@@ -69,7 +48,7 @@ class ManualStep:
         self.optimizer_step = OptimizerStep(engine, module, self.gradient_watch)
         self._backward = UnheardBackward(engine.trainer, module)
         self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
-        self.calls = 0  # of `accumulate`, in this fit
+        self.calls: Counter[str] = Counter()  # of `accumulate` and its kin in this fit, by how they begin
 
     # One micro-batch, top to bottom
 
@@ -108,14 +87,22 @@ class ManualStep:
         self.engine.awaits(more)
         if loss is not None and micro_batch.learns:
             arguments.check_loss(loss)
-            weight = self._weigh(loss.device) if weight is None else arguments.as_weight(weight, loss.device)
-            self.contribute(window, loss, weight, last=last)
+            self.contribute(window, loss, self.weigh(weight, loss.device), last=last)
         return self.step(window) if last else None
 
     def contribute(
         self, window: Accumulator, loss: Tensor, weight: Weight, *, last: bool, piece: Piece = WHOLE
     ) -> None:
         """Scale the loss to its part of the window, and run its backward; the window's last one is synced."""
+        scaled = self.begin_contribution(window, loss, weight, piece)
+        if scaled is not None:
+            self.backward(window, scaled, last=last)
+        self.end_contribution(window, synced=scaled is not None and last)
+
+    def begin_contribution(
+        self, window: Accumulator, loss: Tensor, weight: Weight, piece: Piece = WHOLE
+    ) -> Tensor | None:
+        """Announce a contribution; return its loss scaled to its part of the window, None if it weighs nothing."""
         counts = not weighs_nothing(weight)
         contribution = Contribution(weight, loss.detach() if counts else None, *piece)
         self.gradient_watch.check(window.index)
@@ -123,11 +110,20 @@ class ManualStep:
         self._refuse_foreign_gradients(window)
         # 1. Losses are divided before the backward so that fp16 stays in range; the last backward alone is synced.
         scale = self.engine.begin_backward(window, contribution, self._length(loss.dtype, piece.pieces))
-        if counts:
-            scaled = loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale)
-            with self.ranks.backward(loss.device, last=last):
-                self._backward.run(scaled, **self._only(window))
-        self.engine.end_backward(window, synced=counts and last)  # only now does it count
+        return loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale) if counts else None
+
+    def backward(
+        self, window: Accumulator, scaled: Tensor, *, last: bool, ends_at: Sequence[Tensor] | None = None
+    ) -> None:
+        """Run the backward of a scaled loss through Lightning, as far as ``ends_at`` if given: leaves of its graph."""
+        only = self.reached_by(window)
+        inputs = {} if only is None else {"inputs": [*only, *(ends_at or ())]}
+        with self.ranks.backward(scaled.device, last=last, reaches_all=ends_at is None):
+            self._backward.run(scaled, **inputs)
+
+    def end_contribution(self, window: Accumulator, *, synced: bool) -> None:
+        """Count the announced contribution, whose backwards are over."""
+        self.engine.end_backward(window, synced=synced)  # only now does it count
         if not self._is_alone:
             self.gradient_watch.forget()  # DDP's sync writes into the gradients of all optimizers
         self.gradient_watch.note(window.index, self.trainer.optimizers[window.index])
@@ -182,7 +178,7 @@ class ManualStep:
         """Return the window and the micro-batch that a call is for; ``call`` is how the user's own begins."""
         if self.micro_batch is None:
             raise refusals.outside_training_step(call)
-        self.calls += 1
+        self.calls[call] += 1
         optimizers = self.trainer.optimizers
         is_only_one = optimizer is None and len(optimizers) == 1
         index = 0 if is_only_one else arguments.optimizer_position(optimizer, optimizers, call)
@@ -191,12 +187,15 @@ class ManualStep:
             raise refusals.has_stepped(call)
         return window, self.micro_batch
 
+    def weigh(self, weight: float | Tensor | None, device: torch.device, default: float | None = None) -> Weight:
+        """Return the weight that the user gave, checked; or else the micro-batch's own."""
+        if weight is None:
+            return self.engine.weigh(self.micro_batch and self.micro_batch.batch, device, default)
+        return arguments.as_weight(weight, device)
+
     @property
     def _is_alone(self) -> bool:
         return self.ranks.size == 1
-
-    def _weigh(self, device: torch.device) -> Weight:
-        return self.engine.weigh(self.micro_batch and self.micro_batch.batch, device)
 
     def _length(self, dtype: torch.dtype, pieces: int) -> float:
         """Micro-batches that the window is announced to hold, as the division by it is rounded in this dtype."""
@@ -207,15 +206,13 @@ class ManualStep:
             return real_divisor(divisor, dtype) / pieces
         return divisor / pieces
 
-    def _only(self, window: Accumulator) -> dict[str, list[Tensor]]:
-        """Keep a loss that runs through another optimizer's parameters out of that one's window.
-
-        DDP waits for all parameters of the graph; there `toggle_model` keeps them apart.
-        """
+    def reached_by(self, window: Accumulator) -> list[Tensor] | None:
+        """Return the parameters that a backward may reach, not another optimizer's; None: all of the graph's."""
+        # DDP waits for all parameters of the graph; there `toggle_model` keeps them apart.
         optimizers = self.trainer.optimizers
         if len(optimizers) == 1 or not self._is_alone:
-            return {}
-        return {"inputs": list(trainable(optimizers[window.index]))}
+            return None
+        return list(trainable(optimizers[window.index]))
 
     def _refuse_foreign_gradients(self, window: Accumulator) -> None:
         optimizers = self.trainer.optimizers
@@ -245,4 +242,4 @@ class ManualStep:
     def _warn_if_never_called(self, output: object) -> None:
         if output is not None and not self.calls:
             by_hand.warn_of_lost_losses(by_hand=self.guard.steps_by_hand > 0)
-            self.calls += 1  # warned once
+            self.calls["warned"] += 1

@@ -47,30 +47,32 @@ def _entries(configured: object) -> Iterator[object]:
     if isinstance(configured, dict):
         yield configured.get("lr_scheduler")
     elif isinstance(configured, list | tuple):
-        *_, last = configured or [None]
-        is_pair = len(configured) == 2 and isinstance(configured[0], list)
-        for entry in (last if isinstance(last, list) else [last]) if is_pair else map(_entries, configured):
-            yield from entry if isinstance(entry, Iterator) else [entry]
+        if len(configured) == 2 and isinstance(configured[0], list):  # optimizers and schedulers
+            yield from configured[1] if isinstance(configured[1], list) else [configured[1]]
+            return
+        for part in configured:
+            yield from _entries(part)
 
 
 class ScheduleWatch:
     """Warns about an LR scheduler that is stepped by hand besides."""
 
     def __init__(self) -> None:
-        self._left_at: dict[object, object] | None = {}  # None: warned
+        self._left_at: dict[object, float] | None = {}  # None: warned
 
     def note(self, scheduler: object) -> None:
         """Note where the mixin has left a scheduler."""
         if self._left_at is not None:
-            self._left_at[scheduler] = getattr(scheduler, "last_epoch", None)
+            self._left_at[scheduler] = getattr(scheduler, "last_epoch", 0)
 
     def check(self, *configs: LRSchedulerConfig) -> None:
-        """Warn if a scheduler has moved since; one that was exchanged has not been noted."""
+        """Warn if a scheduler has moved on since; one that a finder has put back, or exchanged, has not."""
         for config in configs:
             scheduler, left_at = config.scheduler, self._left_at
             if left_at is None:
                 return
-            if left_at.get(scheduler, scheduler.last_epoch) != scheduler.last_epoch:
+            last_epoch = getattr(scheduler, "last_epoch", 0)
+            if last_epoch > left_at.get(scheduler, last_epoch):
                 self._left_at = None
                 by_hand.warn_of_hand_scheduling(type(scheduler).__name__, config.interval)
 

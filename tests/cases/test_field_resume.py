@@ -13,13 +13,18 @@ import pytest
 import torch
 from doors import CALLBACK, MIXIN, SCHEDULED, Rows, through
 from helpers import flat, item_losses, make_batches, make_net, make_trainer
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from resume_helpers import Resumable
 from torch import Tensor
 
 from lightning_accum import AccumulationMixin, AccumulationMonitor, AccumulationScheduler, EffectiveStep
 from lightning_accum import ValidateEveryNSteps as ValidateEvery
 
+# Of Lightning 2.6
+WeightAveraging: Any = getattr(lightning_callbacks, "WeightAveraging", None)
+EMAWeightAveraging: Any = getattr(lightning_callbacks, "EMAWeightAveraging", None)
+AVERAGES = pytest.mark.skipif(WeightAveraging is None, reason="this Lightning has no WeightAveraging")
 DOORS = pytest.mark.parametrize("door", SCHEDULED)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The loop left an accumulation window open"),
@@ -153,6 +158,7 @@ def test_a05_also_with_validation_by_steps(at: Any, validated: int) -> None:
     assert_goes_on(whole, first, run(Behind(), ckpt_path="saved.ckpt"))
 
 
+@AVERAGES
 @pytest.mark.parametrize("at", [(0, 0), (0, 1), (0, 5), (1, 1), (1, 3), (1, 5)])
 @pytest.mark.parametrize("averaging", [lambda: EMAWeightAveraging(decay=0.5), WeightAveraging], ids=["EMA", "mean"])
 @pytest.mark.parametrize("factor", [1, 2])
@@ -164,6 +170,7 @@ def test_c01_weight_averaging_loses_no_step_behind_an_error(at: Any, averaging: 
     assert_goes_on(whole, first, run(Behind(), ckpt_path="saved.ckpt"))
 
 
+@AVERAGES
 @pytest.mark.parametrize(
     ("door", "hook"),
     [(CALLBACK, "on_train_batch_end"), (MIXIN, "on_train_batch_end"), (MIXIN, "on_effective_step_end")],

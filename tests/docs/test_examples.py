@@ -79,8 +79,8 @@ def one_cycle(max_lr: float, steps: int) -> list[float]:
 
 def test_every_example_is_run_here() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
-        *("batch_warmup.py", "callback_only.py", "digits.py", "gan.py", "memory.py"),
-        *("hf_finetune.py", "hf_language_model.py"),
+        *("batch_warmup.py", "callback_only.py", "contrastive.py", "digits.py", "gan.py", "memory.py"),
+        *("hf_finetune.py", "hf_language_model.py", "noise_scale.py"),
     }
 
 
@@ -94,6 +94,21 @@ def test_a_growing_batch_makes_fewer_steps_of_the_same_samples(run_example: Call
 def test_the_callback_alone_equals_the_big_batch(run_example: Callable[..., str]) -> None:
     # 500 samples in micro-batches of 16: 32 in an epoch. The example compares the weights itself.
     assert f"{3 * 32 + 3 * 8} effective steps" in run_example("callback_only.py")
+
+
+def test_cached_contrast_is_that_of_the_full_batch(run_example: Callable[..., str]) -> None:
+    printed = run_example("contrastive.py")  # it compares weights and losses itself
+    rows = dict(re.findall(r"^(.+): loss ([\d.]+), accuracy", printed, flags=re.MULTILINE))
+    assert rows["cached"] == rows["full batch"] < rows["plain accumulation"]
+    assert plt.imread("contrastive.png").std() > 0.1
+
+
+def test_below_the_noise_scale_a_doubled_batch_saves_steps(run_example: Callable[..., str]) -> None:
+    printed = run_example("noise_scale.py")  # it compares the steps itself
+    sizes, scales = zip(*(map(int, line.split()[:2]) for line in printed.splitlines()[1:]), strict=True)
+    assert sizes == (8, 32, 256)
+    assert scales[0] > 8
+    assert scales[2] < 64
 
 
 def test_both_networks_of_a_gan_move_as_with_the_big_batch(run_example: Callable[..., str]) -> None:

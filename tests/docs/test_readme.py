@@ -18,7 +18,6 @@ from pages import ALL, PAGES, README, ROOT, blocks, section
 
 import lightning_accum
 
-COMING = {"contrastive.md", "how-large-a-batch.md"}  # pages that other branches bring
 
 # Blocks of code
 
@@ -197,19 +196,19 @@ def test_every_page_is_in_the_navigation_once() -> None:
     }  # these two are made by docs/hooks
     names = navigation()
     assert len(names) == len(set(names))
-    assert files <= set(names) <= files | COMING
+    assert set(names) == files
 
 
 def test_every_page_asks_a_question() -> None:
     for path in PAGES.glob("*.md"):
         title = path.read_text().splitlines()[0]
         assert title.startswith("# "), path
-        assert title.endswith("?") or path.name in COMING | {"api.md"}, path
+        assert title.endswith("?") or path.name == "api.md", path
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
 def test_every_link_to_a_file_of_the_repository_leads_there(path: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text())
     for link in links:
-        if not link.startswith("http") and Path(link).name not in COMING:
+        if not link.startswith("http"):
             assert (path.parent / link).is_file(), link

@@ -13,12 +13,13 @@ from doors import CALLBACK, SCHEDULED
 from helpers import NIGHTLY, big_batch_weights, flat, item_losses, make_batches, make_net, make_trainer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch import callbacks as lightning_callbacks
 from resume_helpers import Resumable
 from torch import Tensor, nn
 
 from lightning_accum import AccumulationMixin, AccumulationScheduler, EffectiveStep
 
+WeightAveraging: Any = getattr(lightning_callbacks, "WeightAveraging", None)  # of Lightning 2.6
 TOLERANCE = 1e-10
 Place = tuple[int, int]  # epoch, batch index
 
@@ -161,6 +162,10 @@ def resumes(story: dict[str, Any]) -> dict[Place, str]:
     return {place: way_of(story, place) for place in story["resumed"] if stopped is None or place < stopped}
 
 
+def _averages(story: dict[str, Any]) -> bool:
+    return story["averages"] and WeightAveraging is not None
+
+
 def set_hooks(module: Fuzzed) -> None:
     """Hooks on the object, as a notebook sets them."""
     module.on_before_optimizer_step = lambda optimizer: module.calls.append("step")  # type: ignore[method-assign]
@@ -178,7 +183,7 @@ def fit(story: dict[str, Any], saves: dict[Place, str], begin: Place | None, bre
         story["scheduling"], interval="step", weight_fn=(lambda batch: batch[2]) if automatic else None
     )
     # Saved behind it, as by ModelCheckpoint: a hook that has not run when the checkpoint is made does not run again
-    happens = [*([WeightAveraging()] if story["averages"] else []), Happens(saves, story["stopped"])]
+    happens = [*([WeightAveraging()] if _averages(story) else []), Happens(saves, story["stopped"])]
     validated = {} if story["validated"] is None else {"val_check_interval": story["validated"]}
     trainer = make_trainer(
         max_epochs=story["epochs"],
@@ -290,7 +295,7 @@ def assert_equal_to_plain_torch(story: dict[str, Any]) -> None:
             assert module.calls.count("epoch") == min(end[0], ends) - max(begin[0], 0)
             assert module.calls.count("step") >= len(left)
     final = flat(fits[-1][2].net)
-    if story["averages"]:  # of the uninterrupted run
+    if _averages(story):  # of the uninterrupted run
         whole = fit(story, {}, None, None)
         torch.testing.assert_close(final, flat(whole.net), rtol=TOLERANCE, atol=TOLERANCE)
     elif wanted:

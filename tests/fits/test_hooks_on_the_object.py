@@ -207,6 +207,7 @@ def test_training_step_that_wraps_the_classs_own(door: str) -> None:
         assert step.call_count == 16
         assert vars(module)["training_step"] is step
     assert module.updates == [-1.0] * WINDOWS
+    assert (module.effective_step, module.skipped_steps) == (WINDOWS, 0)
     assert "training_step" not in vars(module)
 
 

@@ -132,3 +132,8 @@ def test_auto_is_refused_with_sharded_parameters(ranks: list[Seen]) -> None:
 def test_a_missing_backward_of_one_rank_ends_the_program_of_all(ranks: list[Seen]) -> None:
     assert ranks[0]["code"] != 0
     assert "[rank0]: RuntimeError: A micro-batch ended without a backward" in ranks[0]["printed"]
+
+
+def test_the_noise_scale_is_refused(ranks: list[Seen]) -> None:
+    for rank in ranks:
+        assert "sharded parameters: no rank sees a micro-batch's whole gradient" in rank["noise scale"]

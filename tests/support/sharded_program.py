@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_accum import AccumulationMixin, AccumulationScheduler, EffectiveStep, NonFiniteGuard
+from lightning_accum import AccumulationMixin, AccumulationScheduler, EffectiveStep, NoiseScaleMonitor, NonFiniteGuard
 
 SIZES = [[1, 5, 2, 4, 3, 1], [7, 1, 1, 2, 6, 9]]  # of each rank's micro-batches; in windows of 4 and 2
 WITHOUT_WEIGHT = [(0, 1), (1, 3), (0, 5)]  # (rank, batch index) where the variant "weight 0" contributes nothing
@@ -170,6 +170,10 @@ def main(out: Path, fsdp1: bool) -> None:
         fit(fsdp1, without="weight", callbacks=[SpoilsAShard(), NonFiniteGuard("raise")])
     except RuntimeError as error:
         seen["spoilt, raise"] = str(error)
+    try:
+        fit(fsdp1, callbacks=[NoiseScaleMonitor()])
+    except MisconfigurationException as error:
+        seen["noise scale"] = str(error)
     for without in ("inside", "at the end", "split unequally", "split by auto"):
         try:
             fit(fsdp1, without=without)

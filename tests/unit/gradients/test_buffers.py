@@ -176,6 +176,17 @@ def test_a_backward_of_weight_0_adds_nothing_whatever_it_is(kind: Any) -> None:
     assert parameter.grad.tolist() == [112.0, 113.0]
 
 
+@pytest.mark.parametrize("kind", [float, torch.tensor], ids=["number", "tensor"])
+def test_where_ranks_gather_a_backward_of_weight_0_adds_what_is_finite(kind: Any) -> None:
+    """It comes from the losses of other ranks: the loss of weight 0 itself has the gradient 0 or NaN."""
+    (parameter,), window = make_parameters([[1.0, 2.0]]), WindowGradients(in_float32=False)
+    for weight, gradients in ((0.0, [float("nan"), 5.0]), (2.0, [10.0, 20.0]), (0.0, [float("inf"), -float("inf")])):
+        window.mask(torch.optim.SGD([parameter], lr=1.0), kind(weight), gathers=True)
+        (parameter * torch.tensor(gradients)).sum().backward()
+        window.unmask()
+    assert parameter.grad.tolist() == [11.0, 27.0]
+
+
 def test_a_backward_that_nobody_has_weighed_is_let_through() -> None:
     (parameter,), window = make_parameters([[1.0]]), WindowGradients(in_float32=False)
     window.mask(torch.optim.SGD([parameter], lr=1.0), 0.0)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import matplotlib as mpl
 import pytest
+from matplotlib.patches import StepPatch
 
 from lightning_accum import AccumulationScheduler, accumulation_plan
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
 
 
 @pytest.mark.parametrize(
@@ -76,3 +81,25 @@ def test_a_long_table_is_cut_before_its_last_row() -> None:
     assert header.startswith("epochs")
     assert [row.split()[0] for row in rows] == [*map(str, range(19)), "...", "9999"]
     assert rows[-2] == "... (9980 more)"
+
+
+def test_the_picture_shows_factor_and_batch_over_steps_and_samples() -> None:
+    plan = accumulation_plan({0: 1, 2: 4}, batches=20, epochs=4, micro_batch_size=32, ranks=2)
+    figure, ax = plan.plot()
+    (stairs,) = (patch for patch in ax.patches if isinstance(patch, StepPatch))
+    assert stairs.get_data().values.tolist() == [64, 256]
+    assert stairs.get_data().edges.tolist() == [0, 40, 50]
+    right, above = ax.child_axes
+    assert list(right.get_yticks()) == [4, 1]
+    figure.canvas.draw()
+    assert list(above.get_xticks())[:2] == [0, 1000]
+    assert above.get_xlabel() == "samples"
+    plt.close(figure)
+
+
+def test_the_picture_goes_into_given_axes_and_needs_no_sizes() -> None:
+    figure, mine = plt.subplots()
+    assert accumulation_plan({0: 1, 2: 4}, batches=20, epochs=4).plot(mine) == (figure, mine)
+    assert mine.get_ylabel() == "accumulation factor"
+    assert mine.child_axes == []
+    plt.close(figure)

@@ -1,0 +1,185 @@
+"""The gradient norms of single micro-batches, taken while their gradients flow into the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_accum.gradients.buffers import Weight, parameters, weighs_nothing
+from lightning_accum.gradients.precision import device_scale
+
+Obstacle = Literal["several losses", "several backwards", "one micro-batch"]
+
+
+def norm_of(gradient: Tensor) -> Tensor:
+    """Return a gradient's norm, scalar ``()``, in float32 at least: differences of such norms are taken."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()._values()  # a row that occurs twice counts with its sum
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+    return norm
+
+
+def sum_of_squares(norms: Iterable[Tensor]) -> Tensor:
+    """Return the squared norm of a whole gradient from those of its parts, scalar ``()``, in float64 if possible."""
+    norms = list(norms)
+    device = norms[0].device if norms else torch.device("cpu")
+    together = torch.stack([norm.to(device) for norm in norms] or [torch.zeros(())])
+    return together.to(wide(device)).square().sum()
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """Return the dtype for sums whose differences matter; MPS has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _beside(tensor: Tensor, value: Weight) -> Weight:
+    return value.to(tensor) if isinstance(value, Tensor) else value
+
+
+@dataclass
+class Measured:
+    """What was measured of one optimizer's open window, on this rank.
+
+    Args:
+        weighted: sum of ``weight * |gradient|^2`` over the contributions, each with its own mean gradient.
+        contributions: how many of them weigh anything; a tensor where the weights are.
+        micro_batches: how many there were, those without a weight included.
+        total: ``|gradient|^2`` of the whole window, once it is complete.
+        obstacle: why the contributions are no samples of one gradient, if they are not.
+        last: the loader batch of the last contribution.
+    """
+
+    weighted: Weight = 0.0
+    contributions: Weight = 0
+    micro_batches: int = 0
+    total: Tensor | None = None
+    obstacle: Obstacle | None = None
+    last: int = -1
+
+
+@dataclass
+class _Backward:
+    """A backward that is measured while it runs."""
+
+    optimizer: Optimizer
+    weight: Weight
+    scale: Weight
+    norms: dict[Tensor, Tensor] = field(default_factory=dict)
+    is_repeated: bool = False
+    parts: dict[Tensor, Tensor] | None = None  # sums of gradients, where several passes make one
+
+
+class MicroBatchNorms:
+    """Measures each contribution's own gradient, for the optimizers that `begin_window` names, until `end_window`.
+
+    A hook on each parameter takes the norm before the gradient is added to ``.grad``, and before ranks are averaged: no
+    second buffer, and one kernel per parameter and micro-batch. Nothing is read back. Without a window to measure there
+    are no hooks.
+    """
+
+    def __init__(self) -> None:
+        self.measured: dict[Optimizer, Measured] = {}
+        self._handles: dict[Optimizer, dict[Tensor, RemovableHandle]] = {}
+        self._scaler: GradScaler | None = None
+        self._running: _Backward | None = None
+
+    def begin_window(self, optimizer: Optimizer, scaler: GradScaler | None = None) -> None:
+        """Measure the optimizer's window from here on; under a GradScaler gradients carry its scale."""
+        self.measured[optimizer], self._scaler = Measured(), scaler
+
+    def end_window(self, optimizer: Optimizer) -> None:
+        """Measure no more."""
+        self.measured.pop(optimizer, None)
+        handles = self._handles.pop(optimizer, {})
+        while handles:
+            handles.popitem()[1].remove()
+
+    def release(self) -> None:
+        """Measure nothing, whatever was begun."""
+        self._running = None
+        for optimizer in {*self.measured, *self._handles}:
+            self.end_window(optimizer)
+
+    # In a window
+
+    def begin(self, optimizer: Optimizer, weight: Weight, scale: Weight) -> None:
+        """Watch the next backward, whose loss is multiplied by ``scale``."""
+        self._running = _Backward(optimizer, weight, scale)
+        handles = self._handles.setdefault(optimizer, {})
+        for parameter in parameters(optimizer):
+            if parameter.requires_grad and parameter not in handles:
+                see = partial(self._see, optimizer, parameter)
+                handles[parameter] = parameter.register_hook(see)  # type: ignore[no-untyped-call]
+
+    def sum_parts(self) -> None:
+        """Expect the contribution's gradient in several passes (a cached loss); costs a buffer of the gradient."""
+        if self._running is not None:
+            self._running.parts = {}
+
+    def note_batch(self, optimizer: Optimizer, batch: int, *, opens_batch: bool) -> None:
+        """Note the loader batch of a contribution: two losses of the same items are not two samples of one gradient."""
+        measured = self.measured[optimizer]
+        if opens_batch and measured.last == batch:
+            measured.obstacle = "several losses"
+        measured.last = batch
+
+    def _see(self, optimizer: Optimizer, parameter: Tensor, gradient: Tensor) -> None:
+        running = self._running
+        if running is None or running.optimizer is not optimizer:  # another one's loss may run through its parameters
+            return
+        if running.parts is not None:
+            held = running.parts.get(parameter)
+            running.parts[parameter] = gradient.clone() if held is None else held + gradient
+            return
+        running.is_repeated |= parameter in running.norms
+        running.norms[parameter] = norm_of(gradient)  # the gradient itself is not kept: autograd could not reuse it
+
+    def end(self) -> None:
+        """Add the contribution whose backward is through."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        measured, weight = self.measured[running.optimizer], running.weight
+        measured.micro_batches += 1
+        if running.is_repeated:
+            measured.obstacle = "several backwards"
+        if weighs_nothing(weight):
+            return
+        norms = running.norms.values() if running.parts is None else map(norm_of, running.parts.values())
+        squared = sum_of_squares(norms)
+        for scale in (running.scale, device_scale(self._scaler)):
+            squared = squared / _beside(squared, scale) ** 2
+        weight = _beside(squared, weight)
+        if isinstance(weight, Tensor):  # the mean over no items is NaN
+            squared = torch.where(weight > 0, squared, 0)
+        measured.weighted = measured.weighted + weight * squared
+        measured.contributions = measured.contributions + (weight > 0)
+
+    def complete(self, optimizer: Optimizer) -> None:
+        """Measure the window's own gradient; ``.grad`` is the weighted mean by now, unscaled and not clipped yet."""
+        if optimizer in self.measured:
+            gradients = (norm_of(parameter.grad) for parameter in parameters(optimizer) if parameter.grad is not None)
+            self.measured[optimizer].total = sum_of_squares(gradients)
+
+    def drop(self, optimizer: Optimizer) -> None:
+        """Forget what the window holds: it begins again."""
+        if optimizer in self.measured:
+            self.measured[optimizer] = Measured()
+
+    def remember(self) -> Callable[[], None]:
+        """Keep what contributions change; what is returned puts it back."""
+        kept = {optimizer: replace(measured) for optimizer, measured in self.measured.items()}
+
+        def put_back() -> None:
+            self._running = None
+            self.measured = {optimizer: replace(measured) for optimizer, measured in kept.items()}
+
+        return put_back

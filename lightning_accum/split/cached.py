@@ -1,0 +1,238 @@
+"""A loss that compares the items of a whole batch, at the memory of one micro-batch: gradient caching.
+
+With embeddings ``f_i = embed(x_i)`` the gradient of ``loss(f_1, ..., f_m)`` is ``sum_i <dL/df_i, df_i/dtheta>`` plus
+that of the parameters inside ``loss``. So the pieces are embedded without a graph, the loss runs on all embeddings, and
+the pieces are embedded again, one at a time, with a graph that takes ``dL/df_i``. The second pass replays the first.
+
+It belongs to this room: it cuts batches as `accumulate_split` does, and retries by the same undo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_accum.checks import arguments, embeddings
+from lightning_accum.effective_step import EffectiveStep
+from lightning_accum.gradients.buffers import Weight, finite_unless, weighs_nothing
+from lightning_accum.seams import loop
+from lightning_accum.split.ranks import learn_graph
+from lightning_accum.split.retry import (
+    SplitBatch,
+    WholeBatchOutOfMemoryError,
+    is_out_of_memory,
+    remember_buffers,
+    run_in_pieces,
+)
+from lightning_accum.split.slicing import leaves, tensors, with_tensors
+from lightning_accum.step.manual import ManualStep
+from lightning_accum.window.state import Accumulator
+
+if TYPE_CHECKING:
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+
+EmbedFn = Callable[[Any], Any]
+ContrastFn = Callable[[Any], Tensor | None]
+
+
+class Objective(NamedTuple):
+    """What a batch's embeddings are for; the user's arguments.
+
+    Args:
+        loss_fn: takes the embeddings of the whole batch.
+        weight: items that the loss is a mean over; None: the default.
+    """
+
+    loss_fn: ContrastFn
+    weight: float | Tensor | None
+
+
+class Embedded(NamedTuple):
+    """A piece after the first pass.
+
+    Args:
+        put_back_rng: sets the random states from before its forward.
+        output: what ``embed_fn`` returned, with leaves in place of the tensors: their ``.grad`` is the cached gradient.
+    """
+
+    put_back_rng: Callable[[], None]
+    output: object
+
+
+def accumulate_cached(
+    step: ManualStep,
+    optimizer: Optimizer | LightningOptimizer | None,
+    batch: SplitBatch,
+    objective: Objective,
+    micro_batch_size: int | str,
+) -> EffectiveStep | None:
+    """Contribute a batch whose items are compared to an optimizer's window; step if it is the window's last one."""
+    window, micro_batch = step.open_window(f"{batch.method}(batch, embed_fn, loss_fn", optimizer)
+    example = "a micro-batch to its embeddings, for example `self.embed`"
+    arguments.check_function(batch.function, batch.method, "embed_fn", example)
+    example = "the whole batch's embeddings to the loss, for example `self.contrast`"
+    arguments.check_function(objective.loss_fn, batch.method, "loss_fn", example)
+    contribution = CachedContribution(step, window, batch, objective, closes=micro_batch.closes)
+    if not micro_batch.learns:  # the forward gathers the statistics
+        run_in_pieces(step, window, batch, micro_batch_size, [contribution.embed])
+        return None
+    learn_graph(step)  # none of the backwards below reaches every parameter
+    run_in_pieces(step, window, batch, micro_batch_size, [contribution.embed, contribution.learn])
+    return step.step(window) if micro_batch.closes else None
+
+
+class CachedContribution:
+    """One contribution to a window, in two stages: `embed`, then `learn` with pieces of the same sizes.
+
+    Args:
+        step: the mixin's.
+        window: that it is for.
+        batch: with ``embed_fn`` as its function.
+        objective: of the embeddings.
+        closes: whether it is the window's last one.
+    """
+
+    def __init__(
+        self, step: ManualStep, window: Accumulator, batch: SplitBatch, objective: Objective, *, closes: bool
+    ) -> None:
+        self._step, self._window, self._batch, self._objective = step, window, batch, objective
+        # With sharded parameters every reduction is part of a backward that reaches them. Under DDP none of these is:
+        # the window ends with a zero backward, so that unused parameters keep no rank waiting.
+        self._syncs = closes and step.ranks.size > 1 and step.ranks.is_sharded
+        self._embedded: list[Embedded] = []
+        self._put_back_buffers: Callable[[], None] = lambda: None
+
+    # First pass
+
+    def embed(self, sizes: list[int]) -> None:
+        """Embed every piece without a graph."""
+        if not sizes:
+            raise embeddings.empty_batch(self._batch.method)
+        self._put_back_buffers = remember_buffers(self._step.module)
+        self._embedded = []
+        with torch.no_grad():
+            for piece, size in zip(self._batch.pieces(sizes), sizes, strict=True):
+                put_back_rng = loop.remember_rng()
+                output = self._batch.function(piece)
+                embeddings.check_embeddings(list(leaves(output)), size)
+                self._embedded.append(Embedded(put_back_rng, with_tensors(output, map(_leaf, tensors(output)))))
+        # Fact: before torch 2.13 weights that autocast has cast without a graph are used again where one is needed.
+        torch.clear_autocast_cache()
+
+    # The loss, and the second pass
+
+    def learn(self, sizes: list[int]) -> None:
+        """Run the loss on all embeddings, then the backward of every piece with the gradients that it leaves."""
+        with _whole_batch_in_memory():
+            loss = self._objective.loss_fn(self._whole())
+        if loss is None:
+            return
+        arguments.check_loss(loss, "loss_fn(embeddings)")
+        weight = self._weight(loss.device, sum(sizes))
+        scaled = self._step.begin_contribution(self._window, loss, weight)
+        del loss
+        if counts := scaled is not None:
+            cached = [leaf for piece in self._embedded for leaf in tensors(piece.output) if leaf.requires_grad]
+            with _whole_batch_in_memory():
+                self._step.backward(self._window, scaled, last=self._syncs, ends_at=cached)
+            del scaled, cached  # nothing of the whole batch's graph is left during the second pass
+            self._embed_again(sizes, weight)
+        self._step.end_contribution(self._window, synced=counts and self._syncs)
+
+    def _whole(self) -> object:
+        """The embeddings of the whole batch, in the structure that ``embed_fn`` returned."""
+        outputs = [piece.output for piece in self._embedded]
+        columns = [list(tensors(output)) for output in outputs]
+        if len({len(column) for column in columns}) > 1:
+            raise embeddings.unequal_embeddings([len(column) for column in columns])
+        # New tensors, also where there is one piece: `loss_fn` may change them in place, as a network's output.
+        return with_tensors(outputs[0], [torch.cat(column) for column in zip(*columns, strict=True)])
+
+    def _weight(self, device: torch.device, size: int) -> Weight:
+        weight = self._step.weigh(self._objective.weight, device, float(size))
+        if weighs_nothing(weight) and self._step.ranks.size > 1:
+            # The backward of a gather in `loss_fn` needs this rank too, and brings what others' losses owe to its rows.
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return weight
+
+    def _embed_again(self, sizes: list[int], weight: Weight) -> None:
+        """Run the forward of each piece again, and its backward with the cached gradients."""
+        reached = False
+        with self._as_after_one_pass():
+            for index, piece in enumerate(self._batch.pieces(sizes)):
+                embedded, is_last = self._embedded[index], index + 1 == len(sizes)
+                embedded.put_back_rng()
+                pairs = _pair(self._batch.function(piece), embedded.output, weight)
+                reached |= self._backward(pairs, last=self._syncs and is_last)
+                del pairs
+                for leaf in tensors(embedded.output):
+                    leaf.grad = None  # used once
+        if not reached and not any(g is not None for g in self._step.engine.gradients.held(self._optimizer)):
+            raise embeddings.no_graph_to_embeddings()
+
+    def _backward(self, pairs: list[tuple[Tensor, Tensor]], *, last: bool) -> bool:
+        """Run a piece's backward; whether there is any.
+
+        Not through Lightning: the cached gradients carry the window's scale and the GradScaler's already.
+        """
+        inputs = self._step.reached_by(self._window)
+        if not pairs or inputs == []:
+            return False
+        outputs, gradients = zip(*pairs, strict=True)
+        with self._step.ranks.backward(outputs[0].device, last=last, reaches_all=False):
+            torch.autograd.backward(outputs, gradients, inputs=inputs)
+        return True
+
+    @contextmanager
+    def _as_after_one_pass(self) -> Iterator[None]:
+        """Begin with the buffers of before the first pass; end with the state of after it and ``loss_fn``."""
+        put_back = [loop.remember_rng(), remember_buffers(self._step.module)]
+        self._put_back_buffers()
+        try:
+            yield
+        finally:
+            for put_back_part in put_back:
+                put_back_part()
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        return self._step.trainer.optimizers[self._window.index]
+
+
+def _leaf(embedding: Tensor) -> Tensor:
+    is_differentiable = embedding.is_floating_point() or embedding.is_complex()
+    return embedding.detach().requires_grad_(is_differentiable)
+
+
+def _pair(output: object, first: object, weight: Weight) -> list[tuple[Tensor, Tensor]]:
+    """Return the embeddings that gradients go through, each with its cached gradient."""
+    again, cached = list(tensors(output)), list(tensors(first))
+    shapes = [[tuple(tensor.shape) for tensor in found] for found in (cached, again)]
+    if shapes[0] != shapes[1]:
+        raise embeddings.not_replayed(*shapes)
+    counts = weight > 0 if isinstance(weight, Tensor) else None
+    return [
+        (embedding, leaf.grad if counts is None else finite_unless(counts, leaf.grad))
+        for embedding, leaf in zip(again, cached, strict=True)
+        if embedding.requires_grad and leaf.grad is not None
+    ]
+
+
+@contextmanager
+def _whole_batch_in_memory() -> Iterator[None]:
+    """Name what runs out of memory where smaller micro-batches are no help."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise WholeBatchOutOfMemoryError(
+            f"{error} Memory ran out in `loss_fn` or its backward, which holds the embeddings of the whole batch and"
+            " what it computes from them: smaller micro-batches do not help. Reduce the loader's batch size."
+        ) from error
