@@ -131,6 +131,8 @@ def _scale(axis: Axes, values: list[float], *, is_wide: bool) -> None:
     """Choose a logarithmic axis for what spans orders of magnitude, and plain numbers otherwise."""
     if is_wide and min(values) > 0 and max(values) > 30 * min(values):
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.minorticks_off()
     else:
         axis.ticklabel_format(axis="y", style="plain", useOffset=False)
         axis.set_ylim(bottom=min(0, *values))

@@ -28,8 +28,8 @@ _TITLE = "gradient noise scale"
 _OBSTACLES = {
     "several losses": "`accumulate` was called for it more than once in a `training_step`; two losses of one"
     " micro-batch are not two samples of one gradient",
-    "several backwards": "a parameter got its gradient in parts, by several backward passes of one loss (a cached"
-    " loss, or reentrant checkpointing of a shared parameter)",
+    "several backwards": "a parameter got its gradient in parts, by several backward passes of one loss"
+    " (reentrant checkpointing of a shared parameter)",
     "one micro-batch": "it holds one micro-batch, and it takes two; give a factor above 1, or use `accumulate_split`",
 }
 

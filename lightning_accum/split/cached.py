@@ -136,6 +136,7 @@ class CachedContribution:
         arguments.check_loss(loss, "loss_fn(embeddings)")
         weight = self._weight(loss.device, sum(sizes))
         scaled = self._step.begin_contribution(self._window, loss, weight)
+        self._step.engine.gradients.norms.sum_parts()  # the pieces' gradients are one, for a NoiseScaleMonitor
         del loss
         if counts := scaled is not None:
             cached = [leaf for piece in self._embedded for leaf in tensors(piece.output) if leaf.requires_grad]

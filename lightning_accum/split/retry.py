@@ -16,7 +16,8 @@ from lightning_accum.checks.arguments import as_weight, check_function, check_lo
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, trainable
 from lightning_accum.seams import logs, loop
-from lightning_accum.seams.roots import garbage_collection_cuda, is_oom_error, rank_zero_info
+from lightning_accum.seams.roots import garbage_collection_cuda, rank_zero_info
+from lightning_accum.split.memory import OutOfMemoryError, WholeBatchOutOfMemoryError, is_out_of_memory, without_way_out
 from lightning_accum.split.ranks import prepare_for_retries, refuse_unequal_pieces
 from lightning_accum.split.slicing import Slicer, batch_size, equal_sizes, pieces
 from lightning_accum.step.manual import ManualStep
@@ -28,14 +29,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
 CALL = "accumulate_split(batch, loss_fn"
-OutOfMemoryError = torch.cuda.OutOfMemoryError  # the name of `torch.OutOfMemoryError` that every torch has
-
-# Fact: CUDA's libraries allocate outside of torch's pool, for a first handle or a plan; with a full device they report
-# one of these as a plain RuntimeError, "not initialized" too. Neither torch's class nor Lightning's function covers it.
-FAILED_ALLOCATIONS = (
-    *("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED", "CUSOLVER_STATUS_ALLOC_FAILED"),
-    *("CUDNN_STATUS_ALLOC_FAILED", "DEVICE_ALLOCATION_FAILED", "CUSPARSE_STATUS_ALLOC_FAILED", "CUFFT_ALLOC_FAILED"),
-)
 
 
 @dataclass(frozen=True)
@@ -145,7 +138,7 @@ def _run_what_fits(step: ManualStep, window: Accumulator, batch: SplitBatch, sta
             return
         put_back()
         if failed == 1:
-            raise _without_way_out(error, batch.method)
+            raise without_way_out(error, batch.method)
         history.split_size = ceil(failed / 2)
         _log_size(step.trainer, failed, history.split_size, window.index)
 
@@ -169,26 +162,6 @@ def _try_stage(stage: Stage, sizes: list[int]) -> RuntimeError | None:
             raise
         return error if sizes[0] == 1 else OutOfMemoryError(*error.args)
     return None
-
-
-class WholeBatchOutOfMemoryError(OutOfMemoryError):
-    """Memory ran out where smaller pieces are no help."""
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether memory ran out: torch's own class, or the messages of CUDA's libraries and of the CPU."""
-    if isinstance(error, OutOfMemoryError) or is_oom_error(RuntimeError(str(error))):
-        return True
-    return any(status in str(error) for status in FAILED_ALLOCATIONS)
-
-
-def _without_way_out(error: RuntimeError | None, method: str) -> RuntimeError:
-    """Return the error where a single item does not fit; a new one on ranks that had memory for theirs."""
-    sentence = f"One single item did not fit: `{method}` cannot make the micro-batch smaller."
-    if error is None:
-        return OutOfMemoryError(f"Another rank ran out of memory. {sentence}")
-    error.args = (f"{error} {sentence}",)  # `add_note` is of Python 3.11
-    return error
 
 
 def _log_size(trainer: Trainer, failed: float, size: int, optimizer_idx: int) -> None:

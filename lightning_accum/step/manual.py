@@ -110,7 +110,10 @@ class ManualStep:
         self._refuse_foreign_gradients(window)
         # 1. Losses are divided before the backward so that fp16 stays in range; the last backward alone is synced.
         scale = self.engine.begin_backward(window, contribution, self._length(loss.dtype, piece.pieces))
-        return loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale) if counts else None
+        # Sharded parameters are gathered in every backward: there one that weighs nothing runs too, and adds nothing.
+        if not counts and (self._is_alone or not self.ranks.is_sharded):
+            return None
+        return loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale)
 
     def backward(
         self, window: Accumulator, scaled: Tensor, *, last: bool, ends_at: Sequence[Tensor] | None = None

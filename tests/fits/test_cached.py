@@ -511,6 +511,7 @@ class Adversaries(Cached):
         return [torch.optim.SGD(net.parameters(), lr=lr) for net, lr in ((self.net, 0.0), (self.critic, 0.1))]
 
 
+@pytest.mark.filterwarnings("ignore:An optimizer stepped, and then another one's loss")  # with a rate of 0
 @pytest.mark.parametrize("size", [3, "auto"])
 def test_two_optimizers_get_the_gradients_of_their_own_losses(size: Any) -> None:
     net, batches = Towers(), make_pairs([6, 7])

@@ -182,6 +182,27 @@ def test_the_pieces_of_a_split_batch_are_its_micro_batches() -> None:
     assert_logged(rows, [estimates(separate(make_net(), pieces), [len(x) for x, _ in pieces])])
 
 
+def contrast(embedded: Tensor) -> Tensor:
+    """Compares all items of the batch."""
+    logits = embedded @ embedded.T
+    return nn.functional.cross_entropy(logits, torch.arange(len(logits)))
+
+
+def test_a_cached_batch_is_one_contribution() -> None:
+    class Cached(AccumulationMixin, Net):
+        def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+            self.accumulate_cached(batch, lambda piece: self.net(piece[0]), contrast, micro_batch_size=2)
+
+    batches, rows, net = make_batches([3, 5]), Rows(), make_net()
+    trainer = make_trainer(logger=rows, accumulate_grad_batches=2, callbacks=[NoiseScaleMonitor(1, 0.5)])
+    module = Cached()
+    trainer.fit(module, as_given(batches))
+    found = [torch.autograd.grad(contrast(net(x)), list(net.parameters())) for x, _ in batches]
+    gradients = torch.stack([torch.cat([g.reshape(-1) for g in gradient]) for gradient in found])
+    assert_logged(rows, [estimates(gradients, [3, 5])])
+    no_hooks_left(module)
+
+
 def test_a_try_that_ran_out_of_memory_is_not_measured() -> None:
     class Small(AccumulationMixin, Net):
         def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
@@ -434,9 +455,9 @@ class Two(AccumulationMixin, Quiet):
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
         first, second = self.optimizers()
-        for n in range(self.times):
+        for _ in range(self.times):
             loss = item_losses(self.net, batch).mean()
-            self.accumulate(loss, optimizer=first, more=n + 1 < self.times)
+            self.accumulate(loss, optimizer=first, more=True)  # it steps when the window closes
         both = item_losses(self.net, batch).mean() + item_losses(self.other, batch).mean()
         self.accumulate(both, weight=len(batch[0]), optimizer=second)
 

@@ -111,8 +111,8 @@ def test_b112_a_resumed_fit_logs_the_whole_epochs_mean(door: str, at: int) -> No
 
     run(SaveAt(at))
     resumed = [value for _, value in run(ckpt_path="at.ckpt")]
-    # Lightning leaves out the epoch's end after a checkpoint made at its last micro-batch.
-    assert resumed == pytest.approx([MEAN] * (2 if at < 5 else 1), rel=1e-6)
+    # A checkpoint made at the epoch's last micro-batch (5) is before the epoch's end, which the resumed fit makes.
+    assert resumed == pytest.approx([MEAN] * (2 if at < 6 else 1), rel=1e-6)
 
 
 @pytest.mark.parametrize("door", DOORS)
