@@ -16,10 +16,13 @@ from lightning_accum.seams import hooks
 from lightning_accum.seams.roots import LIGHTNING_MODULES, LightningModule
 from lightning_accum.seams.window_length import opens_window
 from lightning_accum.split import cached, retry
+from lightning_accum.split.batch import SplitBatch, own_cuts
 from lightning_accum.step.manual_fit import ModuleState
 
 if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    from lightning_accum.checks.lists import OneOrMore
 
     _Module = LightningModule
 else:
@@ -115,7 +118,7 @@ class AccumulationMixin(_Module):
         loss: Tensor | None,
         *,
         weight: float | Tensor | None = None,
-        optimizer: Optimizer | LightningOptimizer | None = None,
+        optimizer: OneOrMore = None,
         more: bool = False,
     ) -> EffectiveStep | None:
         """Add one contribution to the open window; take the effective step if this micro-batch closes it.
@@ -127,19 +130,20 @@ class AccumulationMixin(_Module):
             loss: scalar ``()``, the mean over ``weight`` items, with its graph. None: nothing is contributed.
             weight: items (samples or tokens) that the loss is a mean over: an int, a float or a tensor of shape ``()``
                 on any device, >= 0. Default: the scheduler's ``weight_fn``, or 1.
-            optimizer: whose window; needed only if there are several.
+            optimizer: whose window; needed only if there are several. A loss reaches the parameters of this one only,
+                whatever it runs through. A list: one loss, one backward, and a contribution to each one's window.
             more: another call for this optimizer follows in this ``training_step``. If none does, the window closes
-                when ``training_step`` ends.
+                when ``training_step`` ends. With several optimizers it also keeps the graph for the next call.
 
         Returns:
-            What the window reports, if this call closed it with an optimizer step; otherwise None.
+            What the window (of a list: the last one's) reports, if this call closed it with a step; otherwise None.
 
         Raises:
             RuntimeError: called outside ``training_step``, again after the window was closed, or with a loss without
                 a graph; gradients that another backward has made, or that are gone from the open window.
             TypeError: a loss that is not a tensor; a weight that is not a number.
-            ValueError: a loss that is not a scalar; a negative or non-finite Python weight; an optimizer that is not
-                this module's, or none where there are several.
+            ValueError: a loss that is not a scalar; a negative or non-finite weight; an optimizer of another module, or
+                none where there are several.
         """
         return self._accumulation.running_step("accumulate(loss", self).accumulate(loss, weight, optimizer, more=more)
 
@@ -155,19 +159,17 @@ class AccumulationMixin(_Module):
     ) -> EffectiveStep | None:
         """Add one batch of the loader in several micro-batches, forward and backward one after the other.
 
-        Memory is needed for the activations of one of them. The sizes are as equal as possible. With a factor N the
-        window is of N batches.
+        Memory is needed for the activations of one. Sizes are as equal as possible. A factor N counts N batches.
 
         Args:
             batch: tensors, alone or nested in tuples, lists, mappings and dataclasses, of which each micro-batch gets
                 views; or an object with ``__len__`` and slicing. A module may define
-                ``slice_micro_batch(batch, start, stop)``, which cuts instead.
+                ``slice_micro_batch(batch, start, stop)``, which cuts instead; ``batch_length(batch)`` counts.
             loss_fn: returns the loss of a micro-batch, or ``(loss, weight)``, as for `accumulate`. Without a weight it
                 weighs what the scheduler's ``weight_fn`` returns for it, or else its size.
             micro_batch_size: items in a micro-batch, at most. ``"auto"`` begins with the whole batch. When memory runs
-                out, all that the try has done is undone (gradients, random states, the module's buffers; not what
-                ``loss_fn`` does elsewhere), and the same batch is tried in halves. The size that fits is kept. Inside
-                a window this costs one more copy of the gradients. Every rank must make the same calls.
+                out, the try is undone (gradients, random states, buffers) and repeated in halves; the size that fits is
+                kept. Inside a window this costs a copy of the gradients. Every rank must make the same calls.
             optimizer: whose window; needed only if there are several.
             batch_dim: the tensors' batch dimension.
 
@@ -177,11 +179,11 @@ class AccumulationMixin(_Module):
         Raises:
             RuntimeError: as for `accumulate`; out of memory with one item.
             TypeError: a batch without a batch dimension; a size that is not an int.
-            ValueError: a batch whose parts differ in size; a size below 1.
+            ValueError: a batch whose parts differ in size, or may be items or columns; a size below 1.
             MisconfigurationException: ``"auto"`` where ranks wait for each other inside forward or backward.
         """
         step = self._accumulation.running_step(retry.CALL, self)
-        split = retry.SplitBatch(batch, loss_fn, batch_dim, getattr(self, "slice_micro_batch", None))
+        split = SplitBatch(batch, loss_fn, batch_dim, *own_cuts(self))
         return retry.accumulate_split(step, optimizer, split, micro_batch_size)
 
     @hooks.uncompiled
@@ -204,8 +206,7 @@ class AccumulationMixin(_Module):
 
         Args:
             batch: as for `accumulate_split`; at least one item.
-            embed_fn: returns a micro-batch's embeddings, batch first: a tensor, or a tuple or dict of tensors. It runs
-                twice for each, so it must not log or update metrics.
+            embed_fn: returns a micro-batch's embeddings, batch first: a tensor, tuple or dict. Runs twice.
             loss_fn: takes the embeddings of the whole batch; returns the loss, the mean over ``weight`` items. Its own
                 parameters (a temperature) learn too. It may gather: ``self.all_gather(x, sync_grads=True)``.
             micro_batch_size: as for `accumulate_split`; ``"auto"`` halves it in both passes.
@@ -219,8 +220,7 @@ class AccumulationMixin(_Module):
             Gao et al., Scaling Deep Contrastive Learning Batch Size, 2021, https://arxiv.org/abs/2101.06983
         """
         step = self._accumulation.running_step("accumulate_cached(batch, embed_fn, loss_fn", self)
-        slicer = getattr(self, "slice_micro_batch", None)
-        split = retry.SplitBatch(batch, embed_fn, batch_dim, slicer, "accumulate_cached")
+        split = SplitBatch(batch, embed_fn, batch_dim, *own_cuts(self), "accumulate_cached")
         return cached.accumulate_cached(step, optimizer, split, cached.Objective(loss_fn, weight), micro_batch_size)
 
     @override

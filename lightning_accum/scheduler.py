@@ -162,7 +162,8 @@ class AccumulationScheduler(AssignableSchedule, Callback):
             self._restore(trainer)
         if self._engine.ranks.size > 1:
             refusals.refuse_unequal_ends(trainer)
-        if self._placement.begin_batch(trainer, batch_idx, extends_overdue=self._door.extends_overdue):
+        place = loop.place_in_epoch(trainer, batch_idx)
+        if self._placement.begin_batch(trainer, place, extends_overdue=self._door.extends_overdue):
             self.gradients.start(trainer.optimizers)  # BackboneFinetuning adds parameters between windows
         self._door.begin_batch(batch)
         # Inside a window that is guarded already, a micro-batch's end has nothing for us; a subclass may have more.
@@ -212,7 +213,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         self._door.release()
         hooks.unshadow_all(module, "on_validation_model_zero_grad", "configure_optimizers", "on_train_start")
         for owner in (trainer.strategy, trainer.precision_plugin):
-            hooks.unshadow_all(owner, "backward", "block_backward_sync")
+            hooks.unshadow_all(owner, "backward", "block_backward_sync", "_after_closure")
 
     # Checkpoints
 

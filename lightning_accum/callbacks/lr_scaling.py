@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -11,8 +11,10 @@ from typing_extensions import override
 
 from lightning_accum.callbacks._base import AccumulationCallback
 from lightning_accum.effective_step import EffectiveStep
+from lightning_accum.gradients.buffers import takes_step_hooks
 from lightning_accum.schedule import resolve
 from lightning_accum.seams import logs
+from lightning_accum.seams.roots import MisconfigurationException
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -39,7 +41,8 @@ class LearningRateScaler(AccumulationCallback):
 
     Raises:
         ValueError: an unknown rule.
-        MisconfigurationException: at fit start, if there is neither an AccumulationScheduler nor an AccumulationMixin.
+        MisconfigurationException: at fit start, if there is neither an AccumulationScheduler nor an AccumulationMixin,
+            or an optimizer around whose step torch calls no hooks.
 
     Example:
         >>> import lightning as L
@@ -62,16 +65,32 @@ class LearningRateScaler(AccumulationCallback):
         self._own_rates: dict[Optimizer, list[float | Tensor]] = {}  # only while an optimizer steps
         self._used: float | Tensor = 0.0
         self._handles: list[RemovableHandle] = []
+        self._watched: list[Optimizer] = []
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._follow(trainer)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if [*map(id, trainer.optimizers)] != [*map(id, self._watched)]:  # they may be made anew in the middle of a fit
+            self._follow(trainer)
+
+    def _follow(self, trainer: Trainer) -> None:
         def scale(optimizer: Optimizer, *_: object) -> None:
             growth = resolve.batch_growth(trainer)
             self._scale(optimizer, growth if self.rule == "linear" else growth**0.5)
             if optimizer is trainer.optimizers[0]:
                 self._used = optimizer.param_groups[0]["lr"]
 
+        self._end_fit(trainer)
+        self._watched = list(trainer.optimizers)
         for optimizer in trainer.optimizers:
+            if not takes_step_hooks(optimizer):
+                raise MisconfigurationException(
+                    f"`LearningRateScaler` cannot scale {type(optimizer).__name__}, around whose step torch calls no"
+                    " hooks: derive it from `torch.optim.Optimizer`, and call `super().__init__` in its constructor."
+                )
             # A step that a GradScaler skips runs neither of the two hooks; every other step runs both.
             self._handles.append(optimizer.register_step_pre_hook(scale))
             self._handles.append(optimizer.register_step_post_hook(self._restore))

@@ -7,10 +7,11 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_accum.gradients.buffers import any_gradient
+from lightning_accum.gradients.foreign import LeftGradients
 from lightning_accum.schedule.factors import PartialWindow, refuse_unknown
 from lightning_accum.schedule.validate import positive_int
 from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS, MisconfigurationException
@@ -38,6 +39,8 @@ def optimizer_position(optimizer: Optimizer | LightningOptimizer | None, optimiz
             f"`{call})`: the module has {len(optimizers)} optimizers. Pass the one that the loss is for:"
             f" `{call}, optimizer=self.optimizers()[0])`."
         )
+    if isinstance(optimizer, (list, tuple)):
+        raise TypeError(f"`{call}, optimizer=[...])`: takes one optimizer. Only `accumulate` takes several.")
     unwrapped = optimizer.optimizer if isinstance(optimizer, LIGHTNING_OPTIMIZERS) else optimizer
     for position, candidate in enumerate(optimizers):
         if candidate is unwrapped:
@@ -160,17 +163,32 @@ def check_clip(trainer: Trainer, value: object, algorithm: object) -> None:
         )
 
 
-def check_no_gradients(optimizer: Optimizer) -> None:
-    """Raise if an empty window has gradients: another backward than `accumulate`'s wrote them."""
-    if any_gradient(optimizer):
+def check_no_gradients(
+    optimizer: Optimizer, module: nn.Module | None = None, left: LeftGradients | None = None, index: int = 0
+) -> None:
+    """Raise if an empty window has gradients: something else than `accumulate` computed them.
+
+    Args:
+        optimizer: whose window it is.
+        module: that has the names of the parameters.
+        left: what was there before; None: nothing.
+        index: the optimizer's position.
+    """
+    foreign = (left or LeftGradients()).foreign(index, optimizer)
+    if foreign is not None:
+        names = (name for name, parameter in module.named_parameters() if parameter is foreign) if module else ()
         raise RuntimeError(
-            "Found gradients that did not come from `accumulate`: `loss.backward()` or `manual_backward` was called by"
-            " hand. They lack the window's weights and scale. Pass the loss to `self.accumulate(loss)` instead. Of"
-            " several losses in one `training_step` pass the sum: `self.accumulate(loss_1 + loss_2)`; k calls, all but"
-            " the last with `more=True`, are a mean of k losses. With several ranks there is another cause: the loss of"
-            " another optimizer ran backward through this one's parameters. Compute and accumulate it inside `with"
-            " optimizer.toggle_model():`."
+            f"Found gradients that did not come from `accumulate`, of {_quoted(next(iter(names), None))}. They lack the"
+            " window's weights and scale. Possible causes: `loss.backward()` or `manual_backward` was called by hand:"
+            " pass the loss to `self.accumulate(loss)` instead; of several losses in one `training_step` pass the sum:"
+            " `self.accumulate(loss_1 + loss_2)`; k calls, all but the last with `more=True`, are a mean of k losses."
+            " A loss of another kind ran backward through it (a penalty, a metric): use `torch.autograd.grad`. A hook"
+            " or a callback has written to `.grad` between two windows."
         )
+
+
+def _quoted(name: str | None) -> str:
+    return "a parameter" if name is None else f"`{name}`"
 
 
 def refuse_lost_gradients(witness: Tensor | None, optimizer: Optimizer) -> None:

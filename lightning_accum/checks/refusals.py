@@ -135,6 +135,23 @@ def refuse_manual_optimization(module: LightningModule) -> None:
     )
 
 
+def refuse_loader_iterator(module: LightningModule, schedule: Schedule, *, weighs: bool) -> None:
+    """Raise where ``training_step(self, dataloader_iter)`` takes the micro-batches itself, and that cannot be right."""
+    if "dataloader_iter" not in inspect.signature(module.training_step).parameters:
+        return
+    reason = None
+    if module.automatic_optimization and schedule.largest_factor > 1:
+        # Fact: Lightning zeroes the gradients by an index that is one behind from the second micro-batch on.
+        reason = "Lightning would drop the first micro-batch of every window"
+    elif weighs:
+        reason = "`weight_fn` is called before `training_step`, when there is no batch yet"
+    if reason is not None:
+        raise MisconfigurationException(
+            f"`training_step(self, dataloader_iter)` of {type(module).__name__}: {reason}. Take the batch instead:"
+            " `training_step(self, batch, batch_idx)`; or use AccumulationMixin and give `weight=` to `accumulate`."
+        )
+
+
 def refuse_closure_optimizers(optimizers: list[Optimizer], schedule: Schedule, manual: bool) -> None:
     """Raise if an optimizer evaluates the loss again in its step: it would see only the last micro-batch."""
     for optimizer in optimizers:
@@ -143,11 +160,15 @@ def refuse_closure_optimizers(optimizers: list[Optimizer], schedule: Schedule, m
         if closure is None or closure.default is not inspect.Parameter.empty:
             continue
         if manual or schedule.largest_factor > 1:
-            raise MisconfigurationException(
-                f"{type(optimizer).__name__} calls a closure that evaluates the loss again, with the window's"
-                " last micro-batch only. Use it in automatic optimization with factor 1, or another optimizer."
-                f" The schedule is: {schedule}."
-            )
+            raise evaluates_again(optimizer, f" The schedule is: {schedule}.")
+
+
+def evaluates_again(optimizer: Optimizer, schedule: str = "") -> MisconfigurationException:
+    """Return the error for an optimizer that evaluates the loss more than once in a step."""
+    return MisconfigurationException(
+        f"{type(optimizer).__name__} calls a closure that evaluates the loss again, with the window's last micro-batch"
+        f" only. Use it in automatic optimization with factor 1, or another optimizer.{schedule}"
+    )
 
 
 def outside_training_step(call: str, module: LightningModule | None = None) -> RuntimeError:

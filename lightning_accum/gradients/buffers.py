@@ -19,8 +19,13 @@ def weighs_nothing(weight: Weight | None) -> bool:
 
 
 def parameters(optimizer: Optimizer) -> Iterable[Tensor]:
-    """All parameters of the optimizer."""
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+    """All parameters of the optimizer, each once: torch only warns where the same one is in several places."""
+    return dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def takes_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether torch calls hooks around its step: not of Lightning's `Optimizable`, nor of one made without `super`."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def trainable(optimizer: Optimizer) -> Iterable[Tensor]:

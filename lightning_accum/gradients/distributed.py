@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_accum.gradients.buffers import Weight
 from lightning_accum.gradients.precision import without_autocast
+from lightning_accum.gradients.zeros import zero_of
 from lightning_accum.seams import hooks, loop
 
 if TYPE_CHECKING:
@@ -165,6 +166,14 @@ class Ranks:
         """Whether ranks hold parts of the parameters."""
         return self.size > 1 and is_sharded(self._trainer)
 
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether a synced backward needs a gradient of every parameter.
+
+        Fact: DDP raises for one without, if an earlier backward that was not synced has used it on any rank.
+        """
+        return isinstance(self._trainer.strategy.model, DistributedDataParallel)
+
     def zero_backward(self, parameters: Iterable[Tensor]) -> None:
         """Take part in the window's synced backward without a contribution; gradients change by the sync alone."""
         if self.is_sharded:
@@ -173,8 +182,9 @@ class Ranks:
                 " the other ranks would wait forever. Let every rank call `accumulate` with a finite loss at each"
                 " micro-batch; with `weight=torch.tensor(0.0)` where it has nothing to contribute."
             )
+        zero = zero_of(self._module, [parameter for parameter in parameters if parameter.requires_grad])
         with self.backward(self._module.device, last=True):
-            self._module.manual_backward(0 * torch.stack([p.sum() for p in parameters if p.requires_grad]).sum())
+            self._module.manual_backward(zero)
 
     def join_backward(self, before: int) -> None:
         """Take part in the other ranks' backward, if this rank's ``training_step`` has run none since ``before``.

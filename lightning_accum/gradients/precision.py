@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from lightning_accum.gradients.buffers import takes_step_hooks
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
@@ -74,10 +76,11 @@ class ScaledStep:
     def __init__(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         self._scaler = scaler
         self._made = False
-        self._hook = None if is_fused(optimizer) else optimizer.register_step_post_hook(self._note)
+        hears = takes_step_hooks(optimizer) and not is_fused(optimizer)
+        self._hook = optimizer.register_step_post_hook(self._note) if hears else None
         # Fact: the scale is a tensor on the device that `update` changes in place; `get_scale` would read it back.
         self._before = scaler._scale.clone()  # type: ignore[union-attr]
-        if self._hook is None:
+        if is_fused(optimizer):
             scaler.unscale_(optimizer)
 
     def _note(self, *_: object) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,9 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_accum.gradients.buffers import Weight, drop, finite_unless, multiply, parameters, scale
+from lightning_accum.gradients.buffers import Weight, drop, multiply, parameters, scale
+from lightning_accum.gradients.masking import WeightMask
 from lightning_accum.gradients.micro_batch_norms import MicroBatchNorms
 from lightning_accum.gradients.precision import LOW_PRECISION
+from lightning_accum.gradients.several import OwnGradients
 from lightning_accum.seams import loop
 
 if TYPE_CHECKING:
@@ -59,6 +63,10 @@ class Float32Gradients:
         for parameter, gradient in zip(summed, gradients, strict=True):
             parameter.grad = gradient
 
+    def scale(self, optimizer: Optimizer, factor: Weight) -> None:
+        """Multiply what was summed for the optimizer."""
+        multiply([self.sums[parameter] for parameter in parameters(optimizer) if parameter in self.sums], factor)
+
     def drop(self, optimizer: Optimizer) -> None:
         """Forget what was summed for the optimizer."""
         for parameter in parameters(optimizer):
@@ -82,45 +90,8 @@ class Float32Gradients:
             self._handles.popitem()[1].remove()
 
 
-class WeightMask:
-    """Keeps the gradient of a micro-batch of weight 0 out of the sum, where it is NaN: the mean over no items.
-
-    0 * NaN is NaN, so that the weight alone does not. Whether a tensor weight is 0 is never read back: each gradient of
-    such a micro-batch passes one more operation.
-    """
-
-    def __init__(self) -> None:
-        self.counts: Tensor | bool | None = None
-        self._keeps_finite = False
-        self._zeros: dict[torch.dtype, Tensor] = {}  # on the CPU: `where` with the number 0 makes one each time
-        self._handles: dict[Tensor, RemovableHandle] = {}
-
-    def cover(self, parameters: Iterable[Tensor], weight: Weight, keeps_finite: bool) -> None:
-        """Watch the next backward; once a parameter is watched, it stays so until `release`."""
-        self.counts, self._keeps_finite = weight > 0, keeps_finite
-        for parameter in parameters:
-            if parameter.requires_grad and parameter not in self._handles:
-                self._handles[parameter] = parameter.register_hook(self._mask)  # type: ignore[no-untyped-call]
-
-    def _mask(self, gradient: Tensor) -> Tensor | None:
-        counts = self.counts
-        if counts is None or counts is True or gradient.is_sparse or type(gradient) is not Tensor:
-            return None  # a DTensor takes no mask
-        if self._keeps_finite:
-            return finite_unless(counts, gradient)
-        if isinstance(counts, Tensor):
-            zero = self._zeros.setdefault(gradient.dtype, torch.zeros((), dtype=gradient.dtype))
-            return torch.where(counts.to(gradient.device), gradient, zero)
-        return torch.zeros_like(gradient)
-
-    def release(self) -> None:
-        """Watch no more."""
-        while self._handles:
-            self._handles.popitem()[1].remove()
-
-
 class WindowGradients:
-    """What is done with the gradients of a window that closes.
+    """What is done with the gradients of a window, from where it opens until it closes.
 
     Args:
         in_float32: whether gradients in bf16 and fp16 are summed in float32.
@@ -131,12 +102,42 @@ class WindowGradients:
         self._float32 = Float32Gradients() if in_float32 else None
         self.norms = MicroBatchNorms()
         self._mask = WeightMask()
+        self._own = OwnGradients({} if self._float32 is None else self._float32.sums)
 
     def start(self, optimizers: Iterable[Optimizer]) -> None:
         """A fit begins, or a window: BackboneFinetuning unfreezes parameters and adds them in between."""
+        self._own.start([parameters(optimizer) for optimizer in optimizers])
         if self._float32 is not None:
             for optimizer in optimizers:
                 self._float32.watch(parameters(optimizer))
+
+    # Several optimizers
+
+    def turn_to(self, optimizer: Optimizer) -> None:
+        """Let ``.grad`` hold the optimizer's own window in parameters that others have too."""
+        if self._own.shared:
+            self._own.turn_to(optimizer, parameters(optimizer))
+
+    def share_parameters(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Whether any two of these have a parameter in common."""
+        shared = self._own.shared
+        return bool(shared) and max(Counter(p for o in optimizers for p in parameters(o) if p in shared).values()) > 1
+
+    def apart(
+        self, own: Iterable[Optimizer], optimizers: Iterable[Optimizer], *, leave_zeros: bool
+    ) -> AbstractContextManager[None]:
+        """Let the backwards in this context change the gradients of no optimizer but its own.
+
+        Args:
+            own: whose windows the backwards are for.
+            optimizers: all.
+            leave_zeros: whether the other gradients are zeros meanwhile, instead of None.
+        """
+        mine = {parameter for optimizer in own for parameter in parameters(optimizer)}
+        others = {p: None for optimizer in optimizers for p in parameters(optimizer) if p not in mine}
+        return self._own.set_aside(others, leave_zeros=leave_zeros) if others else nullcontext()
+
+    # From a contribution to the step
 
     def mask(self, optimizer: Optimizer, weight: Weight, *, gathers: bool = False) -> None:
         """Let the next backward add nothing if its weight is 0, whatever the loss is; for a number above 0, no work.
@@ -168,14 +169,23 @@ class WindowGradients:
         if self.norms.measured:
             self.norms.end()
 
+    def scale(self, optimizer: Optimizer, factor: Weight) -> None:
+        """Multiply what the open window has summed."""
+        self.turn_to(optimizer)
+        scale(optimizer, factor)
+        if self._float32 is not None:
+            self._float32.scale(optimizer, factor)
+
     def normalize(self, optimizer: Optimizer, correction: Weight) -> None:
         """Make the optimizer's gradients the window's weighted mean."""
+        self.turn_to(optimizer)
         scale(optimizer, correction)
         if self._float32 is not None:
             self._float32.put_back(optimizer, correction)
 
     def drop(self, optimizer: Optimizer) -> None:
         """Leave nothing to step with."""
+        self.turn_to(optimizer)
         drop(optimizer)
         self.norms.drop(optimizer)
         if self._float32 is not None:
@@ -183,11 +193,13 @@ class WindowGradients:
 
     def held(self, optimizer: Optimizer) -> list[Tensor | None]:
         """What the open window has summed, one entry for each parameter; the tensors themselves."""
+        self.turn_to(optimizer)
         sums = {} if self._float32 is None else self._float32.sums
         return [sums.get(parameter, parameter.grad) for parameter in parameters(optimizer)]
 
     def hold(self, optimizer: Optimizer, totals: Iterable[Tensor | None]) -> None:
         """Go on from what `held` gave."""
+        self.turn_to(optimizer)
         for parameter, total in zip(parameters(optimizer), totals, strict=True):
             if total is None:
                 continue
@@ -224,6 +236,7 @@ class WindowGradients:
     def end(self) -> None:
         """Forget the last fit."""
         self.release()
+        self._own.start([])
         if self._float32 is not None:
             self._float32.sums.clear()
 

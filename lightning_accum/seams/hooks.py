@@ -166,6 +166,12 @@ def keep_gradients() -> None:
     """Do nothing: in front of ``on_validation_model_zero_grad`` while a window is open."""
 
 
+def takes(hook: Hook, name: str) -> bool:
+    """Whether a hook, which the user may have overridden, takes a keyword argument of this name."""
+    parameters = inspect.signature(hook).parameters
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
 def is_overridden(owner: LightningModule, hook: str) -> bool:
     """Whether a module's hook is another than Lightning's, by its class or by what was set on the object."""
     if hook in vars(owner):

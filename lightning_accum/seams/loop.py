@@ -81,6 +81,16 @@ def ready_batches(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
+def place_in_epoch(trainer: Trainer, batch_idx: int) -> int:
+    """Return the present micro-batch's place in the epoch, in ``on_train_batch_start``.
+
+    Fact: the hook's `batch_idx` is one behind from the second one on, where ``training_step`` takes the loader's
+    iterator.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    return ready_batches(trainer) - 1 if type(fetcher).__name__ == "_DataLoaderIterDataFetcher" else batch_idx
+
+
 def batch_is_processed(trainer: Trainer) -> bool:
     """Whether the present micro-batch's training step is through. Fact: counted just before ``on_train_batch_end``."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current

@@ -19,17 +19,18 @@ from torch.optim import Optimizer
 
 from lightning_accum.checks import arguments, embeddings
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients.buffers import Weight, finite_unless, weighs_nothing
+from lightning_accum.gradients.buffers import Weight, finite_unless, parameters, weighs_nothing
 from lightning_accum.seams import loop
+from lightning_accum.split.batch import SplitBatch
 from lightning_accum.split.ranks import learn_graph
 from lightning_accum.split.retry import (
-    SplitBatch,
     WholeBatchOutOfMemoryError,
     is_out_of_memory,
     remember_buffers,
     run_in_pieces,
 )
 from lightning_accum.split.slicing import leaves, tensors, with_tensors
+from lightning_accum.step import several
 from lightning_accum.step.manual import ManualStep
 from lightning_accum.window.state import Accumulator
 
@@ -135,16 +136,15 @@ class CachedContribution:
             return
         arguments.check_loss(loss, "loss_fn(embeddings)")
         weight = self._weight(loss.device, sum(sizes))
-        scaled = self._step.begin_contribution(self._window, loss, weight)
+        scaled = self._step.begin_contribution([self._window], loss, weight)
         self._step.engine.gradients.norms.sum_parts()  # the pieces' gradients are one, for a NoiseScaleMonitor
         del loss
         if counts := scaled is not None:
-            cached = [leaf for piece in self._embedded for leaf in tensors(piece.output) if leaf.requires_grad]
             with _whole_batch_in_memory():
-                self._step.backward(self._window, scaled, last=self._syncs, ends_at=cached)
-            del scaled, cached  # nothing of the whole batch's graph is left during the second pass
+                self._step.backward([self._window], scaled, last=self._syncs, reaches_all=False)
+            del scaled  # nothing of the whole batch's graph is left during the second pass
             self._embed_again(sizes, weight)
-        self._step.end_contribution(self._window, synced=counts and self._syncs)
+        self._step.end_contribution([self._window], synced=counts and self._syncs)
 
     def _whole(self) -> object:
         """The embeddings of the whole batch, in the structure that ``embed_fn`` returned."""
@@ -182,12 +182,12 @@ class CachedContribution:
 
         Not through Lightning: the cached gradients carry the window's scale and the GradScaler's already.
         """
-        inputs = self._step.reached_by(self._window)
-        if not pairs or inputs == []:
+        if not pairs or not any(parameter.requires_grad for parameter in parameters(self._optimizer)):
             return False
         outputs, gradients = zip(*pairs, strict=True)
-        with self._step.ranks.backward(outputs[0].device, last=last, reaches_all=False):
-            torch.autograd.backward(outputs, gradients, inputs=inputs)
+        synced = self._step.ranks.backward(outputs[0].device, last=last, reaches_all=False)
+        with several.apart(self._step.engine, [self._window]), synced:
+            torch.autograd.backward(outputs, gradients)
         return True
 
     @contextmanager

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from math import ceil, inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +16,10 @@ from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, trainable
 from lightning_accum.seams import logs, loop
 from lightning_accum.seams.roots import garbage_collection_cuda, rank_zero_info
+from lightning_accum.split.batch import SplitBatch
 from lightning_accum.split.memory import OutOfMemoryError, WholeBatchOutOfMemoryError, is_out_of_memory, without_way_out
 from lightning_accum.split.ranks import prepare_for_retries, refuse_unequal_pieces
-from lightning_accum.split.slicing import Slicer, batch_size, equal_sizes, pieces
+from lightning_accum.split.slicing import equal_sizes
 from lightning_accum.step.manual import ManualStep
 from lightning_accum.step.micro_batch import Piece
 from lightning_accum.window.state import Accumulator
@@ -29,34 +29,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
 CALL = "accumulate_split(batch, loss_fn"
-
-
-@dataclass(frozen=True)
-class SplitBatch:
-    """A batch, how it is cut, and what each piece is given to.
-
-    Args:
-        batch: what the loader gave.
-        function: the user's, of a piece.
-        dim: the tensors' batch dimension.
-        slicer: the user's, if there is one.
-        method: the user's call, for errors.
-    """
-
-    batch: Any
-    function: Callable[[Any], Any]
-    dim: int
-    slicer: Slicer | None
-    method: str = "accumulate_split"
-
-    @property
-    def size(self) -> int:
-        """Items in the batch."""
-        return batch_size(self.batch, self.dim, self.method)
-
-    def pieces(self, sizes: list[int]) -> Iterator[object]:
-        """Cut it into pieces of these sizes."""
-        return pieces(self.batch, sizes, self.dim, self.slicer)
 
 
 Stage = Callable[[list[int]], None]  # part of a contribution, given the sizes of the pieces
@@ -106,7 +78,7 @@ def _contribute_all(step: ManualStep, window: Accumulator, batch: SplitBatch, si
         last = syncs and index + 1 == len(sizes)
         given = _loss_of(step, batch, piece, sizes[index])
         if given is not None:
-            step.contribute(window, *given, last=last, piece=Piece(len(sizes), is_first))
+            step.contribute([window], *given, last=last, piece=Piece(len(sizes), is_first))
             is_first = False
         del given  # nothing of a piece's graph outlives it
     step.engine.awaits(False)
@@ -195,7 +167,7 @@ def _remember(step: ManualStep, window: Accumulator) -> Callable[[], None]:
 def _within_reach(step: ManualStep, optimizer_idx: int) -> Iterable[Tensor]:
     """Parameters whose gradients a backward may change."""
     optimizers = step.trainer.optimizers
-    return trainable(optimizers[optimizer_idx]) if step.ranks.size == 1 < len(optimizers) else step.module.parameters()
+    return trainable(optimizers[optimizer_idx]) if len(optimizers) > 1 else step.module.parameters()
 
 
 def remember_buffers(module: LightningModule) -> Callable[[], None]:

@@ -15,8 +15,8 @@ from torch import Tensor
 Slicer = Callable[[Any, int, int], Any]
 
 _WAY_OUT = (
-    " Pass a batch with `__len__` and slicing; or one with `__len__` from a module that defines"
-    " `slice_micro_batch(batch, start, stop)`."
+    " Pass a batch with `__len__` and slicing; or define `batch_length(batch)`, which counts the items, and"
+    " `slice_micro_batch(batch, start, stop)`, which cuts them, in the module."
 )
 
 
@@ -146,11 +146,24 @@ def map_parts(batch: Any, function: Callable[[Any], Any]) -> Any:
 
 def _cut(batch: Any, start: int, stop: int, total: int, dim: int) -> Any:
     if isinstance(batch, Tensor):
-        return batch.narrow(dim, start, stop - start) if batch.dim() > dim else batch
-    # A list of tensors is a container of columns, not a column of items.
-    if _is_column(batch) and len(batch) == total and next(tensors(batch), None) is None:
+        return _narrowed(batch, start, stop, total, dim) if batch.dim() > dim else batch
+    if _is_column(batch) and len(batch) == total and _holds_items(batch, total, dim):
         return batch[start:stop]
     return map_parts(batch, lambda part: _cut(part, start, stop, total, dim))
+
+
+def _holds_items(batch: object, total: int, dim: int) -> bool:
+    """Whether a list is a column of items; one of tensors is a container of columns, unless their size is another."""
+    return total not in [tensor.shape[dim] if tensor.dim() > dim else total for tensor in tensors(batch)]
+
+
+def _narrowed(tensor: Tensor, start: int, stop: int, total: int, dim: int) -> Tensor:
+    if tensor.shape[dim] != total:  # the module has counted
+        raise ValueError(
+            f"`accumulate_split(batch, ...)`: a tensor of shape {tuple(tensor.shape)} in a batch of {total} items, as"
+            " `batch_length` counts. Define `slice_micro_batch(batch, start, stop)` too, which cuts such a batch."
+        )
+    return tensor.narrow(dim, start, stop - start)
 
 
 def _lengths(batch: Any) -> list[int]:

@@ -52,6 +52,7 @@ class AutomaticDoor(Door):
 
     @override
     def begin_fit(self, schedule: Schedule) -> None:
+        refusals.refuse_loader_iterator(self._module, schedule, weighs=self._engine.options.weight_fn is not None)
         refusals.refuse_closure_optimizers(self._trainer.optimizers, schedule, manual=False)
 
     @override
@@ -88,6 +89,8 @@ class AutomaticDoor(Door):
     def _weigh(self, window: Accumulator, loss: Tensor) -> None:
         """Weigh the micro-batch: its gradient is multiplied while it flows, and the loss that is logged is not."""
         if window.phase in (Phase.STEPPING, Phase.STEPPED):
+            if window.micro_batches > 1:
+                raise refusals.evaluates_again(self._trainer.optimizers[0])
             window.drop()  # a closure optimizer evaluates the same micro-batch again
         divisor = precision.real_divisor(int(self._trainer.accumulate_grad_batches), loss.dtype)
         sums_loss = self._sums_losses and not weighs_nothing(self._weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_accum.checks import refusals
+from lightning_accum.seams import order
 from lightning_accum.step.automatic import AutomaticDoor
 from lightning_accum.step.engine import Door, Engine
 from lightning_accum.step.manual_fit import ManualDoor, ModuleState
@@ -23,4 +24,7 @@ def choose_door(engine: Engine, module: LightningModule) -> Door:
     refusals.refuse_without_mixin(
         sync_each_micro_batch=options.sync_each_micro_batch, partial_window=options.partial_window
     )
+    order.call_first_before_steps(
+        engine.trainer, engine.scheduler
+    )  # gradients are final before anything else sees them
     return AutomaticDoor(engine, module)

@@ -18,6 +18,7 @@ from lightning_accum.checks.arguments import as_weight, check_total_weight, refu
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, witness
 from lightning_accum.gradients.distributed import Ranks
+from lightning_accum.gradients.precision import LOW_PRECISION, real_divisor
 from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule.factors import PartialWindow, Schedule
 from lightning_accum.seams import hooks
@@ -88,6 +89,7 @@ class Engine:
         if window.phase is Phase.BACKWARD:
             self._drop_failed(window)
         optimizer = self.trainer.optimizers[window.index]
+        self.gradients.turn_to(optimizer)
         if window.witness is not None and window.witness.grad is None:
             refuse_lost_gradients(window.witness, optimizer)
         self.gradients.mask(optimizer, contribution.weight, gathers=self.ranks.size > 1)
@@ -96,6 +98,15 @@ class Engine:
             weight, opens_batch = contribution.weight, contribution.opens_batch
             self.gradients.measure(optimizer, weight, scale / divided_by, self.batch, opens_batch=opens_batch)
         return scale
+
+    def length(self, dtype: torch.dtype, pieces: int) -> float:
+        """Micro-batches that the window is announced to hold, as the division by it is rounded in this dtype."""
+        if self.gradients.in_float32:  # a sum in float32 stays in range
+            return 1 / pieces
+        divisor = int(self.trainer.accumulate_grad_batches) * pieces
+        if dtype in LOW_PRECISION and self.ranks.size == 1:
+            return real_divisor(divisor, dtype) / pieces
+        return divisor / pieces
 
     def end_backward(self, window: Accumulator, *, synced: bool) -> None:
         """Count the announced contribution; its gradient is in ``.grad``."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
+from operator import is_
 from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_accum.gradients.buffers import parameters
+from lightning_accum.gradients.buffers import parameters, takes_step_hooks
 from lightning_accum.schedule.factors import Schedule
 from lightning_accum.seams import hooks
 from lightning_accum.seams.roots import MisconfigurationException
@@ -29,18 +29,25 @@ class HandStepGuard:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
+        self._watched: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
         self.steps_by_hand = 0  # between windows, where they are let through
 
-    def install(self, optimizers: Iterable[Optimizer]) -> None:
-        """Install the hooks."""
+    def install(self, optimizers: list[Optimizer]) -> None:
+        """Watch these; a callback may make them anew in the middle of a fit."""
+        if len(optimizers) == len(self._watched) and all(map(is_, optimizers, self._watched)):
+            return
+        self.remove()
+        self._watched = list(optimizers)
         self._handles = [
             optimizer.register_step_pre_hook(partial(self._check, position))
             for position, optimizer in enumerate(optimizers)
+            if takes_step_hooks(optimizer)
         ]
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Watch no more."""
+        self._watched = []
         while self._handles:
             self._handles.pop().remove()
 

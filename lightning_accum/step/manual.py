@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_accum import effective_step
-from lightning_accum.checks import arguments, by_hand, refusals
+from lightning_accum.checks import arguments, by_hand, lists, refusals
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients.buffers import Weight, trainable, weighs_nothing, witness
-from lightning_accum.gradients.precision import LOW_PRECISION, real_divisor
+from lightning_accum.gradients.buffers import Weight, weighs_nothing
 from lightning_accum.seams import hooks, loop
 from lightning_accum.seams.backward import UnheardBackward
+from lightning_accum.step import several
+from lightning_accum.step.clean import CleanGradients
 from lightning_accum.step.engine import Engine
 from lightning_accum.step.guards import HandStepGuard
 from lightning_accum.step.lr_schedulers import LRSchedulers
@@ -29,6 +29,8 @@ from lightning_accum.window.values import Contribution
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    from lightning_accum.checks.lists import AnOptimizer, OneOrMore
 
 
 class ManualStep:
@@ -48,6 +50,7 @@ class ManualStep:
         self.optimizer_step = OptimizerStep(engine, module, self.gradient_watch)
         self._backward = UnheardBackward(engine.trainer, module)
         self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
+        self._clean = CleanGradients(engine)
         self.calls: Counter[str] = Counter()  # of `accumulate` and its kin in this fit, by how they begin
 
     # One micro-batch, top to bottom
@@ -58,10 +61,12 @@ class ManualStep:
         closes = learns and loop.closes_window(self.trainer)
         self.micro_batch = MicroBatch(args[0] if args else None, closes, learns)
         self.engine.batch = loop.all_batches(self.trainer)
+        self._clean.begin()
         try:
             output = training_step(*args, **kwargs)
             if not self._is_alone:
                 self.ranks.join_backward(before)
+                self._clean.accept(before)
             if closes:
                 self.lr_schedulers.watch.check(*self.trainer.lr_scheduler_configs)
                 self._warn_if_never_called(output)
@@ -76,65 +81,86 @@ class ManualStep:
         self,
         loss: Tensor | None,
         weight: float | Tensor | None,
-        optimizer: Optimizer | LightningOptimizer | None,
+        optimizer: OneOrMore,
         *,
         more: bool,
     ) -> EffectiveStep | None:
         """Add one contribution to an optimizer's window; step if it is the last one."""
-        window, micro_batch = self.open_window("accumulate(loss", optimizer)
+        windows, micro_batch = self._open_windows("accumulate(loss", optimizer)
         arguments.check_more(more)
         last = micro_batch.closes and not more
         self.engine.awaits(more)
+        # A parameter of two of them needs its gradient twice, once for each window.
+        groups = [[window] for window in windows] if several.share_parameters(self.engine, windows) else [windows]
         if loss is not None and micro_batch.learns:
             arguments.check_loss(loss)
-            self.contribute(window, loss, self.weigh(weight, loss.device), last=last)
-        return self.step(window) if last else None
+            weight = self.weigh(weight, loss.device)
+            for group in groups:
+                self.contribute(group, loss, weight, last=last, keeps_graph=more or group is not groups[-1])
+        if not last:
+            return None
+        for group in groups:
+            several.complete(self.engine, self._clean, group)  # by one backward, as on the ranks that had a loss
+        return [self.step(window) for window in windows][-1]
 
     def contribute(
-        self, window: Accumulator, loss: Tensor, weight: Weight, *, last: bool, piece: Piece = WHOLE
+        self,
+        windows: Sequence[Accumulator],
+        loss: Tensor,
+        weight: Weight,
+        *,
+        last: bool,
+        piece: Piece = WHOLE,
+        keeps_graph: bool = False,
     ) -> None:
-        """Scale the loss to its part of the window, and run its backward; the window's last one is synced."""
-        scaled = self.begin_contribution(window, loss, weight, piece)
+        """Scale the loss to its part of the windows, and run its backward; a window's last one is synced."""
+        scaled = self.begin_contribution(windows, loss, weight, piece)
         if scaled is not None:
-            self.backward(window, scaled, last=last)
-        self.end_contribution(window, synced=scaled is not None and last)
+            self.backward(windows, scaled, last=last, keeps_graph=keeps_graph)
+        self.end_contribution(windows, synced=scaled is not None and last)
 
     def begin_contribution(
-        self, window: Accumulator, loss: Tensor, weight: Weight, piece: Piece = WHOLE
+        self, windows: Sequence[Accumulator], loss: Tensor, weight: Weight, piece: Piece = WHOLE
     ) -> Tensor | None:
-        """Announce a contribution; return its loss scaled to its part of the window, None if it weighs nothing."""
+        """Announce a contribution; return its loss scaled to its part of the windows, None if it weighs nothing."""
         counts = not weighs_nothing(weight)
         contribution = Contribution(weight, loss.detach() if counts else None, *piece)
-        self.gradient_watch.check(window.index)
         self.order_watch.check(loss)
-        self._refuse_foreign_gradients(window)
         # 1. Losses are divided before the backward so that fp16 stays in range; the last backward alone is synced.
-        scale = self.engine.begin_backward(window, contribution, self._length(loss.dtype, piece.pieces))
+        scale, *_ = [self._begin(window, contribution, loss.dtype) for window in windows]
         # Sharded parameters are gathered in every backward: there one that weighs nothing runs too, and adds nothing.
         if not counts and (self._is_alone or not self.ranks.is_sharded):
             return None
         return loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale)
 
     def backward(
-        self, window: Accumulator, scaled: Tensor, *, last: bool, ends_at: Sequence[Tensor] | None = None
+        self,
+        windows: Sequence[Accumulator],
+        scaled: Tensor,
+        *,
+        last: bool,
+        reaches_all: bool = True,
+        keeps_graph: bool = False,
     ) -> None:
-        """Run the backward of a scaled loss through Lightning, as far as ``ends_at`` if given: leaves of its graph."""
-        only = self.reached_by(window)
-        inputs = {} if only is None else {"inputs": [*only, *(ends_at or ())]}
-        with self.ranks.backward(scaled.device, last=last, reaches_all=ends_at is None):
-            self._backward.run(scaled, **inputs)
+        """Run the backward of a scaled loss through Lightning; ``reaches_all``: not if it ends at other tensors."""
+        with (
+            several.together(self.engine, windows),
+            self.ranks.backward(scaled.device, last=last, reaches_all=reaches_all),
+        ):
+            self._backward.run(scaled, **several.keywords(self.engine, keeps_graph=keeps_graph))
 
-    def end_contribution(self, window: Accumulator, *, synced: bool) -> None:
+    def end_contribution(self, windows: Sequence[Accumulator], *, synced: bool) -> None:
         """Count the announced contribution, whose backwards are over."""
-        self.engine.end_backward(window, synced=synced)  # only now does it count
         if not self._is_alone:
             self.gradient_watch.forget()  # DDP's sync writes into the gradients of all optimizers
-        self.gradient_watch.note(window.index, self.trainer.optimizers[window.index])
+        for window in windows:
+            self.engine.end_backward(window, synced=synced)  # only now does it count
+            self.gradient_watch.note(window.index, self.trainer.optimizers[window.index])
 
     def step(self, window: Accumulator) -> EffectiveStep | None:
         """Take an optimizer's step with the window's weighted mean gradient."""
         optimizer = self._optimizers[window.index]
-        self._complete(window)
+        several.complete(self.engine, self._clean, [window])
         self.gradient_watch.end(window.index, window.micro_batches)
         # 2. One all-reduce of the sums; with a total weight of 0 there is nothing to step with.
         if not self.engine.begin_step(window, self.ranks.window_totals):
@@ -142,7 +168,8 @@ class ManualStep:
         # 3. Unscale, the hooks before the step, the clip, the update; 4. windows open for other optimizers.
         moved = self.optimizer_step.take(optimizer, in_training_step=self.micro_batch is not None)
         # 5. Counters come before the LR schedulers, which advance with the steps really taken.
-        self.optimizer_step.zero_grad(optimizer.optimizer)
+        self.optimizer_step.before_zero_grad(optimizer.optimizer)
+        self._clean.zero(window.index, optimizer.optimizer)
         window.end_step(moved=moved)
         if len(self.trainer.optimizers) > 1 and self.micro_batch is not None and window.batches > 1:
             self.order_watch.note_step(self.module, optimizer.optimizer)
@@ -175,9 +202,11 @@ class ManualStep:
 
     # Before a contribution
 
-    def open_window(
-        self, call: str, optimizer: Optimizer | LightningOptimizer | None
-    ) -> tuple[Accumulator, MicroBatch]:
+    def _open_windows(self, call: str, optimizer: OneOrMore) -> tuple[list[Accumulator], MicroBatch]:
+        opened = [self.open_window(call, one) for one in lists.listed(optimizer, call)]
+        return [window for window, _ in opened], opened[0][1]
+
+    def open_window(self, call: str, optimizer: AnOptimizer | None) -> tuple[Accumulator, MicroBatch]:
         """Return the window and the micro-batch that a call is for; ``call`` is how the user's own begins."""
         if self.micro_batch is None:
             raise refusals.outside_training_step(call)
@@ -200,27 +229,12 @@ class ManualStep:
     def _is_alone(self) -> bool:
         return self.ranks.size == 1
 
-    def _length(self, dtype: torch.dtype, pieces: int) -> float:
-        """Micro-batches that the window is announced to hold, as the division by it is rounded in this dtype."""
-        if self.engine.gradients.in_float32:  # a sum in float32 stays in range
-            return 1 / pieces
-        divisor = int(self.trainer.accumulate_grad_batches) * pieces
-        if dtype in LOW_PRECISION and self._is_alone:
-            return real_divisor(divisor, dtype) / pieces
-        return divisor / pieces
-
-    def reached_by(self, window: Accumulator) -> list[Tensor] | None:
-        """Return the parameters that a backward may reach, not another optimizer's; None: all of the graph's."""
-        # DDP waits for all parameters of the graph; there `toggle_model` keeps them apart.
-        optimizers = self.trainer.optimizers
-        if len(optimizers) == 1 or not self._is_alone:
-            return None
-        return list(trainable(optimizers[window.index]))
-
-    def _refuse_foreign_gradients(self, window: Accumulator) -> None:
+    def _begin(self, window: Accumulator, contribution: Contribution, dtype: torch.dtype) -> Weight:
+        self.gradient_watch.check(window.index)
         optimizers = self.trainer.optimizers
         if window.phase is Phase.EMPTY and (self._is_alone or len(optimizers) > 1):
-            arguments.check_no_gradients(optimizers[window.index])
+            self._clean.check(window.index)
+        return self.engine.begin_backward(window, contribution, self.engine.length(dtype, contribution.pieces))
 
     # Before a step
 
@@ -228,19 +242,6 @@ class ManualStep:
     def _optimizers(self) -> list[LightningOptimizer]:
         optimizers = self.module.optimizers()
         return optimizers if isinstance(optimizers, list) else [optimizers]
-
-    def _complete(self, window: Accumulator) -> None:
-        """Check the window's gradients, and take part in the other ranks' sync if this rank has not yet."""
-        optimizers = self.trainer.optimizers
-        optimizer = optimizers[window.index]
-        self.engine.drop_if_failed(window)
-        arguments.refuse_lost_gradients(window.witness, optimizer)
-        if window.phase is Phase.EMPTY and self._is_alone:
-            arguments.check_no_gradients(optimizer)
-        if not self._is_alone and not window.has_synced:
-            window.begin_backward(None, int(self.trainer.accumulate_grad_batches))
-            self.ranks.zero_backward(trainable(optimizer) if len(optimizers) > 1 else self.module.parameters())
-            window.end_backward(witness(optimizer), has_synced=True)
 
     def _warn_if_never_called(self, output: object) -> None:
         if output is not None and not self.calls:

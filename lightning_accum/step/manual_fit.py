@@ -61,7 +61,7 @@ class ManualDoor(Door):
         self._is_endless = engine.trainer.max_epochs == -1 != engine.trainer.max_steps
         slips.warn_of_unused_hooks(module)
         engine.progress.sees_all_weights = engine.ranks.size == 1
-        hooks.shadow_once(module, "configure_optimizers", self._lr_schedulers.recording(module.configure_optimizers))
+        hooks.shadow(module, "configure_optimizers", self._lr_schedulers.recording(module.configure_optimizers))
         if hooks.is_set_on_object(module, "training_step"):  # there the class's wrapper does not run
             own_step = module.training_step
             hooks.shadow(module, "training_step", lambda *args, **kwargs: step.run(own_step, *args, **kwargs))
@@ -73,6 +73,7 @@ class ManualDoor(Door):
 
     @override
     def begin_fit(self, schedule: Schedule) -> None:
+        refusals.refuse_loader_iterator(self._module, schedule, weighs=self._engine.options.weight_fn is not None)
         refusals.refuse_closure_optimizers(self._trainer.optimizers, schedule, manual=True)
 
     @override
@@ -80,6 +81,10 @@ class ManualDoor(Door):
         self._step.guard.install(self._trainer.optimizers)
         for config in self._trainer.lr_scheduler_configs:
             self._lr_schedulers.watch.note(config.scheduler)
+
+    @override
+    def begin_batch(self, batch: object) -> None:
+        self._step.guard.install(self._trainer.optimizers)
 
     @override
     def begin_epoch(self) -> None:

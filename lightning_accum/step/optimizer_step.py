@@ -96,15 +96,14 @@ class OptimizerStep:
         for i, optimizer in enumerate(self._trainer.optimizers):
             if self._engine.progress.accumulator(i).phase is Phase.OPEN:
                 self._watch.forget()
-                buffers.scale(optimizer, ratio)
+                self._engine.gradients.scale(optimizer, ratio)
 
-    def zero_grad(self, optimizer: Optimizer) -> None:
-        """Zero the gradients of a window that is over; the hooks before it are the loop's in manual optimization."""
+    def before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Call the hooks before the zeroing of a window that is over, as the loop does in automatic optimization."""
         for callback in loop.callbacks(self._trainer):
             if callable(callback.on_before_zero_grad):  # as Lightning asks
                 callback.on_before_zero_grad(self._trainer, self._module, optimizer)
         self._module.on_before_zero_grad(optimizer)
-        optimizer.zero_grad()
 
     def _warn_of_clip_by_hand(self, optimizer: Optimizer) -> None:
         unwrapped = optimizer.optimizer if isinstance(optimizer, LIGHTNING_OPTIMIZERS) else optimizer
@@ -121,10 +120,11 @@ class OptimizerStep:
         self._warn_of_clip_by_hand(optimizer)
         check_clip(self._trainer, value, algorithm)
         value = self._trainer.gradient_clip_val if value is None else value
-        algorithm = algorithm or self._trainer.gradient_clip_algorithm or "norm"
+        algorithm = (algorithm or self._trainer.gradient_clip_algorithm or "norm").lower()
         if value is None or value <= 0:
             return
-        parameters = self._trainer.precision_plugin.main_params(optimizer)
+        # Each once: torch would count and clip one that is in the optimizer twice two times.
+        parameters = list(dict.fromkeys(self._trainer.precision_plugin.main_params(optimizer)))
         if algorithm.lower() == "norm":
             self.grad_norm = clip_by_norm(self._trainer, parameters, value)
         else:

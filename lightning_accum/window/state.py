@@ -126,7 +126,7 @@ class Accumulator:
             return 0.0
         if self.history.mean_weight is None:
             self.history.mean_weight = _first_mean_weight(contribution) if self.sees_all_weights else 1.0
-        return contribution.weight * divided_by / self._unit
+        return contribution.weight * divided_by / self.unit
 
     def end_backward(self, witness: Tensor | None = None, *, has_synced: bool = False) -> None:
         """Commit the announced contribution: its gradient is in ``.grad``."""
@@ -155,7 +155,7 @@ class Accumulator:
             self.phase = Phase.STEPPED
             return None
         self.phase = Phase.STEPPING
-        return self._unit * totals.ranks / totals.weight
+        return self.unit * totals.ranks / totals.weight
 
     def end_step(self, *, moved: bool) -> None:
         """Note that the step is over, taken or skipped; the mean weight scales the next window's losses."""
@@ -175,7 +175,8 @@ class Accumulator:
         return torch.as_tensor(self.totals.loss / self.totals.weight)
 
     @property
-    def _unit(self) -> Weight:
+    def unit(self) -> Weight:
+        """What its losses are divided by, besides their weight; `begin_step` takes it out again."""
         mean_weight = self.history.mean_weight
         return self.length if mean_weight is None else self.length * mean_weight
 

@@ -56,7 +56,7 @@ def test_b24_a_network_trains_the_same_in_both_modes(door: str) -> None:
     ("scheduling", "by_epoch", "words"),
     [
         ({4: 2}, [1, 1, 1, 1, 2, 2], "1 from epoch 0, 2 from epoch 4"),
-        ({0: 3}, [3, 3, 3, 3, 3, 3], "3 from epoch 0"),
+        ({0: 3}, [3, 3, 3, 3, 3, 3], "factor 3."),
         ({1: 6, 3: 2, 5: 1}, [1, 6, 6, 2, 2, 1], "1 from epoch 0, 6 from epoch 1, 2 from epoch 3, 1 from epoch 5"),
     ],
     ids=str,

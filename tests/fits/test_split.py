@@ -118,6 +118,7 @@ def by_items(batches: list[Batch], weigh: Callable[[Batch], Tensor] | None, fact
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@pytest.mark.filterwarnings("ignore:An optimizer stepped, and then another one's loss")
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     size=st.integers(1, 10) | st.just("auto"),

@@ -1,0 +1,56 @@
+"""A micro-batch of weight 0 adds nothing to the gradient, whatever its loss is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_accum.gradients.buffers import Weight, finite_unless
+
+
+class WeightMask:
+    """Keeps the gradient of a micro-batch of weight 0 out of the sum, where it is NaN: the mean over no items.
+
+    0 * NaN is NaN, so that the weight alone does not. Whether a tensor weight is 0 is never read back: each gradient of
+    such a micro-batch passes one more operation.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Tensor | bool | None = None
+        self._keeps_finite = False
+        self._zeros: dict[torch.dtype, Tensor] = {}  # on the CPU: `where` with the number 0 makes one each time
+        self._handles: dict[Tensor, RemovableHandle] = {}
+
+    def cover(self, parameters: Iterable[Tensor], weight: Weight, keeps_finite: bool) -> None:
+        """Watch the next backward; once a parameter is watched, it stays so until `release`."""
+        self.counts, self._keeps_finite = weight > 0, keeps_finite
+        for parameter in parameters:
+            if parameter.requires_grad and parameter not in self._handles:
+                self._handles[parameter] = parameter.register_hook(self._mask)  # type: ignore[no-untyped-call]
+
+    def _mask(self, gradient: Tensor) -> Tensor | None:
+        if self.counts is None or self.counts is True or type(gradient) is not Tensor:
+            return None  # a DTensor takes no mask
+        if not gradient.is_sparse:
+            return self._masked(self.counts, gradient)
+        # `where` takes no sparse tensor: its values are masked, and its entries stay where they are.
+        values, coalesced = self._masked(self.counts, gradient._values()), gradient.is_coalesced()
+        return torch.sparse_coo_tensor(
+            gradient._indices(), values, gradient.shape, is_coalesced=coalesced, check_invariants=False
+        )
+
+    def _masked(self, counts: Tensor | bool, gradient: Tensor) -> Tensor:
+        if self._keeps_finite:
+            return finite_unless(counts, gradient)
+        if isinstance(counts, Tensor):
+            zero = self._zeros.setdefault(gradient.dtype, torch.zeros((), dtype=gradient.dtype))
+            return torch.where(counts.to(gradient.device), gradient, zero)
+        return torch.zeros_like(gradient)
+
+    def release(self) -> None:
+        """Watch no more."""
+        while self._handles:
+            self._handles.popitem()[1].remove()

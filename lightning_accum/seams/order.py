@@ -1,0 +1,32 @@
+"""In which order Lightning calls the hooks before an optimizer step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_accum.seams import hooks
+from lightning_accum.seams.loop import callbacks, set_callbacks
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, Trainer
+
+
+def call_first_before_steps(trainer: Trainer, callback: Callback | None) -> None:
+    """Let a callback's ``on_before_optimizer_step`` run before that of every other one, wherever it is in the list.
+
+    Fact: the precision plugin calls these hooks in `_after_closure`, between the unscaling and the clip. Until
+    `hooks.unshadow_all`.
+    """
+    plugin = trainer.precision_plugin
+    own = plugin._after_closure
+
+    def after_closure(*args: object, **kwargs: object) -> None:
+        in_order = callbacks(trainer)
+        if callback is not None and callback in in_order[1:]:  # a finder inside the fit exchanges the list
+            set_callbacks(trainer, [callback, *(other for other in in_order if other is not callback)])
+        try:
+            own(*args, **kwargs)  # type: ignore[arg-type]
+        finally:
+            set_callbacks(trainer, in_order)
+
+    hooks.shadow(plugin, "_after_closure", after_closure)

@@ -1,0 +1,53 @@
+"""A window begins without gradients; others than `accumulate`'s are refused."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from lightning_accum.checks import arguments
+from lightning_accum.gradients.foreign import LeftGradients
+from lightning_accum.step.engine import Engine
+from lightning_accum.window.state import Phase
+
+
+class CleanGradients:
+    """Zeroes gradients between windows, and tells what lies there from what another backward has computed.
+
+    Args:
+        engine: of the fit.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._left = engine, LeftGradients()
+
+    def begin(self) -> None:
+        """Zero what other backwards have left before the fit, in the first micro-batch that each optimizer sees."""
+        optimizers, progress = self._engine.trainer.optimizers, self._engine.progress
+        for index, optimizer in enumerate(optimizers):
+            if not self._left.knows(index) and progress.accumulator(index).phase is Phase.EMPTY:
+                self._engine.gradients.start(optimizers)
+                self.zero(index, optimizer)
+
+    def zero(self, index: int, optimizer: Optimizer) -> None:
+        """Zero an optimizer's gradients as it does itself: it may leave zeros instead of None, or do nothing."""
+        self._engine.gradients.turn_to(optimizer)
+        zero_grad = getattr(optimizer, "zero_grad", None)  # Lightning's protocol `Optimizable` has none
+        if zero_grad is None:
+            self._engine.gradients.drop(optimizer)
+        else:
+            zero_grad()
+        self._left.clear(index, optimizer)
+
+    def accept(self, before: int) -> None:
+        """Take what a sync has put into empty windows, after ``before`` backwards, for theirs: their share of it."""
+        if self._engine.ranks.backwards > before:
+            for index, optimizer in enumerate(self._engine.trainer.optimizers):
+                if self._engine.progress.accumulator(index).phase is Phase.EMPTY:
+                    self._engine.gradients.turn_to(optimizer)
+                    self._left.mark(index, optimizer)
+
+    def check(self, index: int) -> None:
+        """Raise if the empty window of an optimizer has gradients."""
+        optimizer = self._engine.trainer.optimizers[index]
+        self._engine.gradients.turn_to(optimizer)
+        arguments.check_no_gradients(optimizer, self._engine.module, self._left, index)

@@ -1,0 +1,74 @@
+"""Several optimizers: a backward contributes to the windows that it is for, and to no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from lightning_accum.checks.arguments import refuse_lost_gradients
+from lightning_accum.gradients.buffers import trainable, witness
+from lightning_accum.seams import hooks
+from lightning_accum.step.clean import CleanGradients
+from lightning_accum.step.engine import Engine
+from lightning_accum.window.state import Accumulator, Phase
+
+
+def share_parameters(engine: Engine, windows: Sequence[Accumulator]) -> bool:
+    """Whether a parameter is in two of these windows' optimizers."""
+    optimizers = engine.trainer.optimizers
+    return len(windows) > 1 and engine.gradients.share_parameters([optimizers[window.index] for window in windows])
+
+
+def apart(engine: Engine, windows: Sequence[Accumulator]) -> AbstractContextManager[None]:
+    """Return the context of a backward for these windows: it changes the gradients of no other optimizer.
+
+    Under sharding part of a gradient is kept elsewhere; there `toggle_model` keeps losses apart.
+    """
+    optimizers = engine.trainer.optimizers
+    if len(windows) == len(optimizers) or engine.ranks.is_sharded:
+        return nullcontext()
+    own = [optimizers[window.index] for window in windows]
+    return engine.gradients.apart(own, optimizers, leave_zeros=engine.ranks.needs_gradients)
+
+
+@contextmanager
+def together(engine: Engine, windows: Sequence[Accumulator]) -> Iterator[None]:
+    """Let one backward contribute to several windows, and to no other, with the factor of the first one.
+
+    Their units differ where they have summed unlike weights, in this window or before.
+    """
+    others = [engine.trainer.optimizers[window.index] for window in windows[1:]]
+    ratios = [window.unit / windows[0].unit for window in windows[1:]]
+    for optimizer, ratio in zip(others, ratios, strict=True):
+        engine.gradients.scale(optimizer, ratio)
+    with apart(engine, windows):
+        yield
+    for optimizer, ratio in zip(others, ratios, strict=True):
+        engine.gradients.scale(optimizer, 1 / ratio)
+
+
+def keywords(engine: Engine, *, keeps_graph: bool) -> dict[str, bool]:
+    """Keep the graph where another optimizer's loss may run through it; with one optimizer, add such losses up."""
+    keeps = keeps_graph and len(engine.trainer.optimizers) > 1 and hooks.takes(engine.module.backward, "retain_graph")
+    return {"retain_graph": True} if keeps else {}
+
+
+def complete(engine: Engine, clean: CleanGradients, windows: Sequence[Accumulator]) -> None:
+    """Check the windows' gradients, and take part in the other ranks' sync if this rank has not yet."""
+    optimizers, is_alone = engine.trainer.optimizers, engine.ranks.size == 1
+    for window in windows:
+        engine.gradients.turn_to(optimizers[window.index])
+        engine.drop_if_failed(window)
+        refuse_lost_gradients(window.witness, optimizers[window.index])
+        if window.phase is Phase.EMPTY and is_alone:
+            clean.check(window.index)
+    unsynced = [window for window in windows if not window.has_synced]
+    if is_alone or not unsynced:
+        return
+    for window in unsynced:
+        window.begin_backward(None, int(engine.trainer.accumulate_grad_batches))
+    own = [parameter for window in unsynced for parameter in trainable(optimizers[window.index])]
+    with apart(engine, unsynced):
+        engine.ranks.zero_backward(own if len(optimizers) > 1 else engine.module.parameters())
+    for window in unsynced:
+        window.end_backward(witness(optimizers[window.index]), has_synced=True)
