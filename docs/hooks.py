@@ -5,7 +5,6 @@ Links are written for a reader of the repository; here they are turned into link
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-COMING = ("contrastive.md", "how-large-a-batch.md")  # pages that other branches bring
 PAGES = {"index.md": ROOT / "README.md", "changelog.md": ROOT / "CHANGELOG.md"}
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave out of the navigation what is still to come."""
-    for group in config.nav or []:
-        for title, entries in group.items():
-            if isinstance(entries, list):
-                group[title] = [entry for entry in entries if not missing(*entry.values())]
-    return config
-
-
-def missing(name: str) -> bool:
-    """Return whether a page is still to come."""
-    return name in COMING and not (ROOT / "docs" / "pages" / name).exists()
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -51,4 +35,4 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         ("](docs/pages/", "]("),
     ):
         markdown = markdown.replace(there, here)
-    return re.sub(r"\[([^]]*)\]\(([\w-]+\.md)[^)]*\)", lambda m: m[1] if missing(m[2]) else m[0], markdown)
+    return markdown

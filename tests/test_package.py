@@ -80,7 +80,7 @@ def test_the_top_level_of_the_repository_is_fixed() -> None:
         for path in ROOT.iterdir()
         if not path.name.startswith(".") and not any(fnmatch(path.name, pattern) for pattern in ignored)
     }
-    assert names | {"docs"} == TOP_LEVEL  # until its pages are here
+    assert names == TOP_LEVEL
 
 
 def test_importing_it_leaves_warnings_and_loggers_as_they_are() -> None:

@@ -33,8 +33,8 @@ def test_every_page_is_built(site: Path) -> None:
 
 def test_the_reference_describes_every_public_name(site: Path) -> None:
     reference = (site / "api" / "index.html").read_text(encoding="utf-8")
-    methods = ("AccumulationMixin.accumulate", "AccumulationMixin.accumulate_split", "AccumulationMixin.effective_step")
-    for name in (*lightning_accum.__all__, *methods):
+    methods = ("accumulate", "accumulate_cached", "accumulate_split", "effective_step", "opens_window", "skipped_steps")
+    for name in (*lightning_accum.__all__, *(f"AccumulationMixin.{method}" for method in methods)):
         assert f'id="lightning_accum.{name}"' in reference, name
     assert "micro_batch_size" in reference
 
