@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,6 +13,7 @@ from lightning_accum.callbacks._base import AccumulationCallback
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import takes_step_hooks
 from lightning_accum.schedule import resolve
+from lightning_accum.schedule.validate import one_of
 from lightning_accum.seams import logs
 from lightning_accum.seams.roots import MisconfigurationException
 
@@ -59,8 +60,7 @@ class LearningRateScaler(AccumulationCallback):
     logs_learning_rate = True  # AccumulationMonitor would log the user's own under the same name
 
     def __init__(self, rule: Rule) -> None:
-        if rule not in get_args(Rule):
-            raise ValueError(f"`LearningRateScaler(rule={rule!r})`: accepted are 'linear' and 'sqrt'.")
+        one_of(rule, f"LearningRateScaler(rule={rule!r})", Rule)
         self.rule = rule
         self._own_rates: dict[Optimizer, list[float | Tensor]] = {}  # only while an optimizer steps
         self._used: float | Tensor = 0.0

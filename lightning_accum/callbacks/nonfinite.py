@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -12,6 +12,7 @@ from lightning_accum.callbacks._base import AccumulationCallback
 from lightning_accum.gradients import buffers as gradients
 from lightning_accum.gradients.distributed import all_reduce_sum
 from lightning_accum.gradients.precision import active_scaler
+from lightning_accum.schedule.validate import one_of
 from lightning_accum.seams import loop
 from lightning_accum.seams.window_length import current_window
 
@@ -48,8 +49,7 @@ class NonFiniteGuard(AccumulationCallback):
     """
 
     def __init__(self, policy: Policy) -> None:
-        if policy not in get_args(Policy):
-            raise ValueError(f"`NonFiniteGuard(policy={policy!r})`: accepted are 'raise' and 'skip'.")
+        one_of(policy, f"NonFiniteGuard(policy={policy!r})", Policy)
         self.policy = policy
 
     @override

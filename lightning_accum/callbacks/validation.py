@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_accum.callbacks._base import AccumulationCallback
+from lightning_accum.schedule.validate import positive_int
 from lightning_accum.seams import loop
 from lightning_accum.seams.roots import MisconfigurationException
 from lightning_accum.seams.window_length import current_window
@@ -42,12 +43,7 @@ class ValidateEveryNSteps(AccumulationCallback):
     """
 
     def __init__(self, n: int) -> None:
-        message = f"`ValidateEveryNSteps(n={n!r})`: must be an int >= 1 (effective steps)."
-        if isinstance(n, bool) or not isinstance(n, int):
-            raise TypeError(message)
-        if n < 1:
-            raise ValueError(message)
-        self.n = n
+        self.n = positive_int(n, f"ValidateEveryNSteps(n={n!r})", "must be an int >= 1 (effective steps)")
         self._where: WhereDue | None = None
         self._begun = self._done = 0
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_accum.seams import loop
 from lightning_accum.seams.roots import (
     CALLBACKS,
     LIGHTNING_MODULES,
@@ -52,7 +53,7 @@ class UnheardBackward:
 
     def _is_unheard(self) -> bool:
         trainer, module = self._trainer, self._module
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = loop.callbacks(trainer)
         if callbacks is not self._callbacks:
             self._callbacks, self._classes_are_silent = callbacks, _classes_are_silent(trainer, module)
         if not self._classes_are_silent or type(trainer.profiler) not in SILENT_PROFILERS:  # type: ignore[attr-defined]
@@ -77,9 +78,9 @@ def _classes_are_silent(trainer: Trainer, module: LightningModule) -> bool:
         and _is_of(precision, "pre_backward", (*PRECISIONS, *MIXED_PRECISIONS))
         and _is_of(precision, "post_backward", PRECISIONS)
     )
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return plain and all(
-        _is_of(type(module), hook, LIGHTNING_MODULES) and all(_is_of(type(c), hook, CALLBACKS) for c in callbacks)
+        _is_of(type(module), hook, LIGHTNING_MODULES)
+        and all(_is_of(type(c), hook, CALLBACKS) for c in loop.callbacks(trainer))
         for hook in (_BEFORE, _AFTER)
     )
 

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from lightning_accum.seams.roots import LIGHTNING_MODULES
+from lightning_accum.seams.roots import LIGHTNING_MODULES, Callback
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
-
-from lightning_accum.seams.roots import Callback
 
 # Fact: Lightning notes in this attribute of the module which hook runs, some 30 times per micro-batch.
 RUNNING_HOOK = "_current_fx_name"

@@ -1,7 +1,7 @@
 """Where this package leans on the inner workings of Lightning's loops: one small function each, with its fact.
 
-What it knows of DDP and FSDP stands in `ranks`, of the GradScaler in `precision`, each named as a fact there.
-``tests/test_seams.py`` has a test for each that fails when Lightning changes it.
+Facts about DDP and FSDP stand in ``gradients/distributed.py``, about the GradScaler in ``gradients/precision.py``.
+``tests/seams/test_loop.py`` has a test for each that fails when Lightning changes it.
 """
 
 from __future__ import annotations

@@ -86,8 +86,7 @@ class Engine:
         self, window: Accumulator, contribution: Contribution, length: float, divided_by: float = 1
     ) -> Weight:
         """Announce a contribution; return the factor for its loss."""
-        if window.phase is Phase.BACKWARD:
-            self._drop_failed(window)
+        self.drop_if_failed(window)
         optimizer = self.trainer.optimizers[window.index]
         self.gradients.turn_to(optimizer)
         if window.witness is not None and window.witness.grad is None:
@@ -173,15 +172,11 @@ class Engine:
         self.progress.drop()
 
     def drop_if_failed(self, window: Accumulator) -> None:
-        """Drop what a window holds if its last backward has failed."""
+        """Begin a window again whose last backward has failed: incomplete gradients look like complete ones."""
         if window.phase is Phase.BACKWARD:
-            self._drop_failed(window)
-
-    def _drop_failed(self, window: Accumulator) -> None:
-        """Begin the window again: incomplete gradients cannot be told from complete ones."""
-        advice.warn_failed_backward(window.micro_batches)
-        self.gradients.drop(self.trainer.optimizers[window.index])
-        window.drop()
+            advice.warn_failed_backward(window.micro_batches)
+            self.gradients.drop(self.trainer.optimizers[window.index])
+            window.drop()
 
 
 class Door:

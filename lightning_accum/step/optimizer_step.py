@@ -125,7 +125,7 @@ class OptimizerStep:
             return
         # Each once: torch would count and clip one that is in the optimizer twice two times.
         parameters = list(dict.fromkeys(self._trainer.precision_plugin.main_params(optimizer)))
-        if algorithm.lower() == "norm":
+        if algorithm == "norm":
             self.grad_norm = clip_by_norm(self._trainer, parameters, value)
         else:
             torch.nn.utils.clip_grad_value_(parameters, value)
