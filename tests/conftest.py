@@ -17,7 +17,7 @@ TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS / "support"), str(TESTS)]  # `helpers` and `cases`, from every folder of tests
 
 torch.set_num_threads(1)
-# A forked process makes torch's thread pool anew at its first use. Two threads that use it first at once (gloo's and the
+# A forked process makes torch's thread pool anew at its first use. Two threads that both use it first (gloo's and the
 # backward's) race there: "Invalid thread pool!". So each makes it before it has a second thread.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 os.environ["OMP_NUM_THREADS"] = "1"  # of programs that tests start: threads cost more than such small networks
