@@ -155,7 +155,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not self.flags.in_charge(trainer):
+        if trainer.accumulate_grad_batches is not self.flags.written:
             hooks.pass_over(self, "on_train_batch_end", False)
             return
         if self._restored is not None:  # by a finder inside the fit, which loads what it has saved before it ran
@@ -163,12 +163,13 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         if self._engine.ranks.size > 1:
             refusals.refuse_unequal_ends(trainer)
         place = loop.place_in_epoch(trainer, batch_idx)
-        if self._placement.begin_batch(trainer, place, extends_overdue=self._door.extends_overdue):
+        opens = self._placement.begin_batch(trainer, place, extends_overdue=self._door.extends_overdue)
+        if opens:
             self.gradients.start(trainer.optimizers)  # BackboneFinetuning adds parameters between windows
+        inside = self.flags.hold_logs(trainer)
         self._door.begin_batch(batch)
-        # Inside a window that is guarded already, a micro-batch's end has nothing for us; a subclass may have more.
-        inside = self.flags.is_inside(trainer) and self.progress.window.is_pending
-        hooks.pass_over(self, "on_train_batch_end", inside and type(self) is AccumulationScheduler)
+        if opens or not inside:
+            hooks.pass_over(self, "on_train_batch_end", False)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -179,7 +180,10 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._door.end_batch()
-        self._engine.guard_open_window()
+        is_guarded = self._engine.guard_open_window()
+        # The further ends of micro-batches inside this window have nothing for us; for a subclass they may.
+        if is_guarded and self.flags.is_inside(trainer) and type(self) is AccumulationScheduler:
+            hooks.pass_over(self, "on_train_batch_end", True)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -26,11 +26,7 @@ class LeftGradients:
     """
 
     def __init__(self) -> None:
-        self._marks: dict[int, dict[Tensor, _Mark]] = {}
-
-    def knows(self, index: int) -> bool:
-        """Whether the optimizer at this position was cleared in this fit."""
-        return index in self._marks
+        self.marks: dict[int, dict[Tensor, _Mark]] = {}
 
     def clear(self, index: int, optimizer: Optimizer) -> None:
         """Make zeros of whatever ``zero_grad`` has left, and remember them."""
@@ -42,14 +38,14 @@ class LeftGradients:
 
     def mark(self, index: int, optimizer: Optimizer) -> None:
         """Remember what is there."""
-        self._marks[index] = {parameter: _mark(parameter) for parameter in parameters(optimizer)}
+        self.marks[index] = {parameter: _mark(parameter) for parameter in parameters(optimizer)}
 
     def foreign(self, index: int, optimizer: Optimizer) -> Tensor | None:
         """Return the first parameter whose gradient something else than `accumulate` has computed.
 
         A parameter that the optimizer got since then may have one from backwards of other windows: it is dropped.
         """
-        marks = self._marks.get(index)
+        marks = self.marks.get(index)
         for parameter in parameters(optimizer):
             if parameter.grad is None:
                 continue

@@ -101,7 +101,7 @@ class WindowGradients:
         self.in_float32 = in_float32
         self._float32 = Float32Gradients() if in_float32 else None
         self.norms = MicroBatchNorms()
-        self._mask = WeightMask()
+        self.weight_mask = WeightMask()
         self._own = OwnGradients({} if self._float32 is None else self._float32.sums)
 
     def start(self, optimizers: Iterable[Optimizer]) -> None:
@@ -145,9 +145,9 @@ class WindowGradients:
         ``gathers``: keep what is finite, which is 0, or what the losses of other ranks add through a gather.
         """
         if isinstance(weight, Tensor) or weight == 0:
-            self._mask.cover(parameters(optimizer), weight, gathers)
+            self.weight_mask.cover(parameters(optimizer), weight, gathers)
         else:
-            self._mask.counts = None
+            self.weight_mask.counts = None
 
     def measure(self, optimizer: Optimizer, weight: Weight, scale: Weight, batch: int, *, opens_batch: bool) -> None:
         """Take the norm of the next backward's own gradient, if somebody asks for this window's.
@@ -165,7 +165,7 @@ class WindowGradients:
 
     def unmask(self) -> None:
         """The backward is through."""
-        self._mask.counts = None
+        self.weight_mask.counts = None
         if self.norms.measured:
             self.norms.end()
 
@@ -210,7 +210,7 @@ class WindowGradients:
 
     def release(self) -> None:
         """The fit has ended; what an open window has summed can still be saved."""
-        self._mask.release()
+        self.weight_mask.release()
         self.norms.release()
         if self._float32 is not None:
             self._float32.release()

@@ -6,8 +6,10 @@ every callback and of the module, two profiler contexts, and ``module.backward``
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lightning_accum.seams import loop
@@ -22,8 +24,19 @@ from lightning_accum.seams.roots import (
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import Strategy
+
+_Factor = float | Tensor
 
 _BEFORE, _AFTER = "on_before_backward", "on_after_backward"
+
+
+class _Way(Enum):
+    """How a backward runs, as far as the classes of all that may listen say."""
+
+    HEARD = "through `manual_backward`: something listens"
+    DIRECT = "from the scaled loss, without the hooks of callbacks and module"
+    PLAIN = "from the loss itself, which nothing looks at on the way"
 
 
 class UnheardBackward:
@@ -39,50 +52,69 @@ class UnheardBackward:
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer, self._module = trainer, module
         self._callbacks: list[Callback] = []
-        self._classes_are_silent = False
+        self._way = _way_of_classes(trainer, module)
 
-    def run(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run the backward of a loss; ``kwargs`` are for ``loss.backward``."""
-        if not self._is_unheard():
-            self._module.manual_backward(loss, **kwargs)
+    def run(self, loss: Tensor, factor: _Factor, **kwargs: Any) -> None:
+        """Run the backward of a loss times a factor; ``kwargs`` are for ``loss.backward``."""
+        strategy = self._trainer.strategy
+        if not self._is_unheard(strategy):
+            self._module.manual_backward(_times(loss, factor), **kwargs)
             return
-        strategy, scaler = self._trainer.strategy, getattr(self._trainer.precision_plugin, "scaler", None)
-        strategy.pre_backward(loss)
-        self._module.backward(loss if scaler is None else scaler.scale(loss), **kwargs)
-        strategy.post_backward(loss)
+        scaler, own = getattr(strategy.precision_plugin, "scaler", None), vars(strategy)
+        is_watched = "pre_backward" in own or "post_backward" in own or "backward" in vars(self._module)
+        if self._way is _Way.PLAIN and scaler is None and type(loss) is Tensor and not is_watched:
+            # To begin with the factor saves the multiplication, its backward and a tensor of ones. A new tensor each
+            # time: it may become a parameter's gradient.
+            start = factor.to(loss.dtype) if isinstance(factor, Tensor) else torch.full_like(loss, factor)
+            loss.backward(gradient=start, **kwargs)
+            return
+        scaled = _times(loss, factor)
+        strategy.pre_backward(scaled)
+        closure_loss = scaled if scaler is None else scaler.scale(scaled)
+        self._module.backward(closure_loss, **kwargs)
+        strategy.post_backward(closure_loss.detach())
 
-    def _is_unheard(self) -> bool:
-        trainer, module = self._trainer, self._module
-        callbacks = loop.callbacks(trainer)
-        if callbacks is not self._callbacks:
-            self._callbacks, self._classes_are_silent = callbacks, _classes_are_silent(trainer, module)
-        if not self._classes_are_silent or type(trainer.profiler) not in SILENT_PROFILERS:  # type: ignore[attr-defined]
+    def _is_unheard(self, strategy: Strategy) -> bool:
+        trainer, module, callbacks = self._trainer, self._module, loop.callbacks(self._trainer)
+        if callbacks != self._callbacks:
+            self._callbacks, self._way = list(callbacks), _way_of_classes(trainer, module)
+        if self._way is _Way.HEARD or type(trainer.profiler) not in SILENT_PROFILERS:  # type: ignore[attr-defined]
             return False
-        if "backward" in vars(trainer.strategy) or "backward" in vars(trainer.precision_plugin):
+        if "backward" in vars(strategy) or not _IN_PRECISION.isdisjoint(vars(strategy.precision_plugin)):
             return False
         if "manual_backward" in vars(module) or module._fabric is not None:
             return False
         for listener in (module, *callbacks):
-            if vars(listener).get(_BEFORE) is not None or vars(listener).get(_AFTER) is not None:
+            own = vars(listener)
+            if own.get(_BEFORE) is not None or own.get(_AFTER) is not None:
                 return False
         return True
 
 
-def _classes_are_silent(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether the classes define nothing between ``manual_backward`` and ``module.backward``."""
+_IN_PRECISION = {"pre_backward", "backward", "post_backward"}
+
+
+def _times(loss: Tensor, factor: _Factor) -> Tensor:
+    return loss * (factor.to(loss.dtype) if isinstance(factor, Tensor) else factor)
+
+
+def _way_of_classes(trainer: Trainer, module: LightningModule) -> _Way:
+    """How a backward runs if nothing is set on the objects: what is between ``manual_backward`` and ``loss.backward``."""
     strategy, precision = type(trainer.strategy), type(trainer.precision_plugin)
-    plain = (
+    is_silent = (
         _is_of(type(module), "manual_backward", LIGHTNING_MODULES)
         and _is_of(strategy, "backward", STRATEGIES)
         and _is_of(precision, "backward", PRECISIONS)
         and _is_of(precision, "pre_backward", (*PRECISIONS, *MIXED_PRECISIONS))
         and _is_of(precision, "post_backward", PRECISIONS)
     )
-    return plain and all(
-        _is_of(type(module), hook, LIGHTNING_MODULES)
-        and all(_is_of(type(c), hook, CALLBACKS) for c in loop.callbacks(trainer))
-        for hook in (_BEFORE, _AFTER)
-    )
+    for hook in (_BEFORE, _AFTER):
+        is_silent &= _is_of(type(module), hook, LIGHTNING_MODULES)
+        is_silent &= all(_is_of(type(callback), hook, CALLBACKS) for callback in loop.callbacks(trainer))
+    if not is_silent:
+        return _Way.HEARD
+    is_plain = all(_is_of(strategy, hook, STRATEGIES) for hook in ("pre_backward", "post_backward"))
+    return _Way.PLAIN if is_plain and _is_of(type(module), "backward", LIGHTNING_MODULES) else _Way.DIRECT
 
 
 def _is_of(cls: type, method: str, bases: tuple[type, ...]) -> bool:

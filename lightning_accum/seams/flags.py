@@ -18,12 +18,12 @@ class TrainerFlags:
 
     def __init__(self) -> None:
         self._own: dict[str, Any] = {}  # the Trainer's values of the flags that hold ours now
-        self._written: WindowLength | None = None
+        self.written: WindowLength | None = None
 
     @property
     def are_hidden(self) -> bool:
         """Whether the flags were taken and are not back yet."""
-        return _FACTOR in self._own and self._written is None
+        return _FACTOR in self._own and self.written is None
 
     def hide(self, trainer: Trainer) -> None:
         """Take the two flags that Lightning's validator refuses in manual optimization, while it looks.
@@ -47,29 +47,32 @@ class TrainerFlags:
 
     def write(self, trainer: Trainer, window: WindowLength) -> None:
         """Make the window the Trainer's factor."""
-        trainer.accumulate_grad_batches = self._written = window
+        trainer.accumulate_grad_batches = self.written = window
 
     def write_closed(self, trainer: Trainer, at: int | None) -> None:
         """Note in the Trainer's window that it was counted, if it is ours."""
-        if self._written is not None and self.in_charge(trainer):
-            self.write(trainer, self._written.closed(at))
+        if self.written is not None and self.in_charge(trainer):
+            self.write(trainer, self.written.closed(at))
 
     def write_begun_epoch(self, trainer: Trainer) -> None:
         """Show a window that is not counted: the loader may begin an epoch with None, at which no window opens."""
-        if (last := self._written) is not None and self.in_charge(trainer):
+        if (last := self.written) is not None and self.in_charge(trainer):
             fresh = WindowLength(int(last), 0, last.index, factor=last.factor, ends_with_epoch=last.ends_with_epoch)
             self.write(trainer, fresh)
 
-    def hold_logs(self, trainer: Trainer) -> None:
-        """Let step metrics be due at a window's last micro-batch only."""
+    def hold_logs(self, trainer: Trainer) -> bool:
+        """Let step metrics be due at a window's last micro-batch only; whether the present one is another."""
         if _LOG_EVERY not in self._own or loop.closes_window(trainer):
             self.release_logs(trainer)
-        elif type(trainer.log_every_n_steps) is not NotDue:  # type: ignore[attr-defined]
+            return False
+        if type(trainer.log_every_n_steps) is not NotDue:  # type: ignore[attr-defined]
             trainer.log_every_n_steps = NotDue(self._own[_LOG_EVERY])  # type: ignore[attr-defined]
+        return True
 
     def is_inside(self, trainer: Trainer) -> bool:
-        """Whether the present micro-batch is inside its window, and not its last one."""
-        return type(trainer.log_every_n_steps) is NotDue  # type: ignore[attr-defined]
+        """Whether the present micro-batch is inside a window of ours, and not its last one."""
+        held = type(trainer.log_every_n_steps) is NotDue  # type: ignore[attr-defined]
+        return held and trainer.accumulate_grad_batches is self.written
 
     def release_logs(self, trainer: Trainer) -> None:
         """Let step metrics be due as the user's own flag says."""
@@ -81,11 +84,11 @@ class TrainerFlags:
 
         StochasticWeightAveraging writes its own for a pass over the data that only gathers BatchNorm statistics.
         """
-        return trainer.accumulate_grad_batches is self._written
+        return trainer.accumulate_grad_batches is self.written
 
     def give_back(self, trainer: Trainer) -> None:
         """Restore what was taken; calling it twice does nothing."""
         for name, value in self._own.items():
             setattr(trainer, name, value)
         hooks.unshadow_all(trainer.strategy, "save_checkpoint")
-        self._own, self._written = {}, None
+        self._own, self.written = {}, None

@@ -42,6 +42,7 @@ class WindowLength(int):
     factor: int
     ends_with_epoch: bool
     closed_at: int | None
+    end: int  # index in its epoch of the first micro-batch after the window
 
     def __new__(
         cls,
@@ -62,6 +63,7 @@ class WindowLength(int):
             factor=int(length) if factor is None else factor,  # a plain int, also of another window
             ends_with_epoch=ends_with_epoch,
             closed_at=closed_at,
+            end=opened_at + int(length),
         )
         return self
 
@@ -86,11 +88,6 @@ class WindowLength(int):
         """Return how far ``batches`` is into its window: 0 where one opens (or, for a count, where one is full)."""
         # `int(self)`: the modulo by `self` would come back here.
         return (batches - self.opened_at) % int(self)
-
-    @property
-    def end(self) -> int:
-        """Index in its epoch of the first micro-batch after the window."""
-        return self.opened_at + int(self)
 
     def closed(self, at: int | None) -> WindowLength:
         """Return a copy that says where the window was counted: ``closed_at`` is ``at``."""

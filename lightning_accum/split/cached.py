@@ -136,15 +136,14 @@ class CachedContribution:
             return
         arguments.check_loss(loss, "loss_fn(embeddings)")
         weight = self._weight(loss.device, sum(sizes))
-        scaled = self._step.begin_contribution([self._window], loss, weight)
+        scale = self._step.begin_contribution([self._window], loss, weight)
         self._step.engine.gradients.norms.sum_parts()  # the pieces' gradients are one, for a NoiseScaleMonitor
-        del loss
-        if counts := scaled is not None:
+        if scale is not None:
             with _whole_batch_in_memory():
-                self._step.backward([self._window], scaled, last=self._syncs, reaches_all=False)
-            del scaled  # nothing of the whole batch's graph is left during the second pass
+                self._step.backward([self._window], loss, scale, last=self._syncs, reaches_all=False)
+            del loss  # nothing of the whole batch's graph is left during the second pass
             self._embed_again(sizes, weight)
-        self._step.end_contribution([self._window], synced=counts and self._syncs)
+        self._step.end_contribution([self._window], synced=scale is not None and self._syncs)
 
     def _whole(self) -> object:
         """The embeddings of the whole batch, in the structure that ``embed_fn`` returned."""

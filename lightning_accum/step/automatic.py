@@ -81,7 +81,7 @@ class AutomaticDoor(Door):
         if (window := self._driven) is None:
             own_backward(loss, *args, **kwargs)
             return
-        self._engine.batch = loop.all_batches(self._trainer)
+        self._engine.batch, self._engine.optimizers = loop.all_batches(self._trainer), self._trainer.optimizers
         self._weigh(window, loss)
         own_backward(loss, *args, **kwargs)
         self._engine.end_backward(window, synced=False)
@@ -115,6 +115,7 @@ class AutomaticDoor(Door):
             if loop.skips_backward(self._trainer):
                 self._engine.gradients.drop(optimizer)
             return
+        self._engine.optimizers = self._trainer.optimizers
         self._skips.clear()
         self._grad_norm = None
         self._leave_out_clip_without_gradients()

@@ -19,12 +19,13 @@ class CleanGradients:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._left = engine, LeftGradients()
+        self.known = self._left.marks  # by the position of the optimizers that were zeroed in this fit
 
     def begin(self) -> None:
         """Zero what other backwards have left before the fit, in the first micro-batch that each optimizer sees."""
         optimizers, progress = self._engine.trainer.optimizers, self._engine.progress
         for index, optimizer in enumerate(optimizers):
-            if not self._left.knows(index) and progress.accumulator(index).phase is Phase.EMPTY:
+            if index not in self.known and progress.accumulator(index).phase is Phase.EMPTY:
                 self._engine.gradients.start(optimizers)
                 self.zero(index, optimizer)
 

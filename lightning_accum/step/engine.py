@@ -68,6 +68,7 @@ class Engine:
         self.trainer, self.module, self.options, self.progress = trainer, module, options, progress
         self.gradients, self.flags, self.scheduler = gradients, flags, scheduler
         self.ranks = Ranks(trainer, module, sync_each=options.sync_each_micro_batch)
+        self.optimizers: list[Optimizer] = []  # in the present micro-batch: asking Lightning takes three calls each time
         self.batch = 0  # the present micro-batch, counted over the whole training from 1
         self.unweighted_warning = ""  # to be given when a micro-batch without a weight arrives
 
@@ -86,16 +87,19 @@ class Engine:
         self, window: Accumulator, contribution: Contribution, length: float, divided_by: float = 1
     ) -> Weight:
         """Announce a contribution; return the factor for its loss."""
-        self.drop_if_failed(window)
-        optimizer = self.trainer.optimizers[window.index]
-        self.gradients.turn_to(optimizer)
+        if window.phase is Phase.BACKWARD:
+            self.drop_if_failed(window)
+        optimizer, gradients = self.optimizers[window.index], self.gradients
+        if len(self.optimizers) > 1:
+            gradients.turn_to(optimizer)
         if window.witness is not None and window.witness.grad is None:
             refuse_lost_gradients(window.witness, optimizer)
-        self.gradients.mask(optimizer, contribution.weight, gathers=self.ranks.size > 1)
+        if isinstance(contribution.weight, Tensor) or contribution.weight == 0 or gradients.weight_mask.counts is not None:
+            gradients.mask(optimizer, contribution.weight, gathers=self.ranks.size > 1)
         scale = window.begin_backward(contribution, length, divided_by)
-        if self.gradients.norms.measured:
+        if gradients.norms.measured:
             weight, opens_batch = contribution.weight, contribution.opens_batch
-            self.gradients.measure(optimizer, weight, scale / divided_by, self.batch, opens_batch=opens_batch)
+            gradients.measure(optimizer, weight, scale / divided_by, self.batch, opens_batch=opens_batch)
         return scale
 
     def length(self, dtype: torch.dtype, pieces: int) -> float:
@@ -109,15 +113,19 @@ class Engine:
 
     def end_backward(self, window: Accumulator, *, synced: bool) -> None:
         """Count the announced contribution; its gradient is in ``.grad``."""
-        self.gradients.unmask()
-        window.end_backward(witness(self.trainer.optimizers[window.index], window.witness), has_synced=synced)
+        if self.gradients.weight_mask.counts is not None or self.gradients.norms.measured:
+            self.gradients.unmask()
+        left = window.witness
+        if left is None or left.grad is None:
+            left = witness(self.optimizers[window.index])
+        window.end_backward(left, has_synced=synced)
         self.progress.last_batch = self.batch
 
     def begin_step(
         self, window: Accumulator, sum_over_ranks: Callable[[Weight, Weight, int], tuple[float, Weight, int]]
     ) -> bool:
         """Make the optimizer's gradient the window's weighted mean; whether there is anything to step with."""
-        optimizer = self.trainer.optimizers[window.index]
+        optimizer = self.optimizers[window.index]
         sums = sum_over_ranks(window.weight, window.loss, window.batches)
         check_total_weight(sums[0])
         correction = window.begin_step(Totals(*sums, self.ranks.size))
@@ -156,14 +164,15 @@ class Engine:
 
     # Windows that stay open, and windows that are not counted
 
-    def guard_open_window(self) -> None:
-        """Keep the open window's gradients from a validation that follows this micro-batch.
+    def guard_open_window(self) -> bool:
+        """Keep the open window's gradients from a validation that follows this micro-batch; whether there is one.
 
         Lightning zeroes them where it takes the window for closed: the loader may have left its last place empty, or an
         epoch has ended inside a window that goes on.
         """
         keeps = self.progress.window.is_pending and self.flags.in_charge(self.trainer)
         hooks.cover(self.module, "on_validation_model_zero_grad", hooks.keep_gradients if keeps else None)
+        return keeps
 
     def drop(self) -> None:
         """Forget the open window and its gradients; it is not counted."""

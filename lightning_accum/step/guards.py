@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from operator import is_
 from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
@@ -29,16 +28,16 @@ class HandStepGuard:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._watched: list[Optimizer] = []
+        self.watched: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
         self.steps_by_hand = 0  # between windows, where they are let through
 
     def install(self, optimizers: list[Optimizer]) -> None:
-        """Watch these; a callback may make them anew in the middle of a fit."""
-        if len(optimizers) == len(self._watched) and all(map(is_, optimizers, self._watched)):
+        """Watch these, and no others."""
+        if optimizers == self.watched:
             return
         self.remove()
-        self._watched = list(optimizers)
+        self.watched = list(optimizers)
         self._handles = [
             optimizer.register_step_pre_hook(partial(self._check, position))
             for position, optimizer in enumerate(optimizers)
@@ -47,7 +46,7 @@ class HandStepGuard:
 
     def remove(self) -> None:
         """Watch no more."""
-        self._watched = []
+        self.watched = []
         while self._handles:
             self._handles.pop().remove()
 

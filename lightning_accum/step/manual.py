@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_accum import effective_step
 from lightning_accum.checks import arguments, by_hand, lists, refusals
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.gradients.buffers import Weight, weighs_nothing
+from lightning_accum.gradients.buffers import Weight
 from lightning_accum.seams import hooks, loop
 from lightning_accum.seams.backward import UnheardBackward
 from lightning_accum.step import several
@@ -57,24 +57,30 @@ class ManualStep:
 
     def run(self, training_step: hooks.Hook, *args: object, **kwargs: object) -> object:
         """Run the user's ``training_step``, then close the window if this micro-batch is its last one."""
-        learns, before = not loop.skips_backward(self.trainer), self.ranks.backwards
-        closes = learns and loop.closes_window(self.trainer)
+        engine, before = self.engine, self.ranks.backwards
+        is_inside = engine.flags.is_inside(self.trainer)
+        learns = not loop.skips_backward(self.trainer)
+        closes = learns and not is_inside and loop.closes_window(self.trainer)
         self.micro_batch = MicroBatch(args[0] if args else None, closes, learns)
-        self.engine.batch = loop.all_batches(self.trainer)
-        self._clean.begin()
+        engine.batch, engine.optimizers = loop.all_batches(self.trainer), self.trainer.optimizers
+        if self.guard.watched != engine.optimizers:  # a callback may make them anew in the middle of a fit
+            self.guard.install(engine.optimizers)
+        if len(self._clean.known) < len(engine.optimizers):
+            self._clean.begin()
         try:
             output = training_step(*args, **kwargs)
-            if not self._is_alone:
+            if self.ranks.size > 1:
                 self.ranks.join_backward(before)
                 self._clean.accept(before)
             if closes:
-                self.lr_schedulers.watch.check(*self.trainer.lr_scheduler_configs)
-                self._warn_if_never_called(output)
+                self._warn_of_slips(output)
                 self.close_window(at=loop.ready_batches(self.trainer))
-            self.complete_epoch()
+            if not is_inside or engine.options.partial_window != "average":
+                self.complete_epoch()
         finally:
             self.micro_batch = None
-            self.order_watch.end()
+            if self.order_watch.moved:
+                self.order_watch.end()
         return output
 
     def accumulate(
@@ -87,20 +93,23 @@ class ManualStep:
     ) -> EffectiveStep | None:
         """Add one contribution to an optimizer's window; step if it is the last one."""
         windows, micro_batch = self._open_windows("accumulate(loss", optimizer)
-        arguments.check_more(more)
+        if more is not False:
+            arguments.check_more(more)
         last = micro_batch.closes and not more
         self.engine.awaits(more)
         # A parameter of two of them needs its gradient twice, once for each window.
-        groups = [[window] for window in windows] if several.share_parameters(self.engine, windows) else [windows]
+        shares = len(windows) > 1 and several.share_parameters(self.engine, windows)
+        groups = [[window] for window in windows] if shares else [windows]
         if loss is not None and micro_batch.learns:
             arguments.check_loss(loss)
-            weight = self.weigh(weight, loss.device)
+            weighed = arguments.as_weight(weight, loss.device) if weight is not None else self.weigh(None, loss.device)
             for group in groups:
-                self.contribute(group, loss, weight, last=last, keeps_graph=more or group is not groups[-1])
+                self.contribute(group, loss, weighed, last=last, keeps_graph=more or group is not groups[-1])
         if not last:
             return None
-        for group in groups:
-            several.complete(self.engine, self._clean, group)  # by one backward, as on the ranks that had a loss
+        if len(windows) > 1 or self.ranks.size > 1:
+            for group in groups:
+                several.complete(self.engine, self._clean, group)  # by one backward, as on the ranks that had a loss
         return [self.step(window) for window in windows][-1]
 
     def contribute(
@@ -114,54 +123,59 @@ class ManualStep:
         keeps_graph: bool = False,
     ) -> None:
         """Scale the loss to its part of the windows, and run its backward; a window's last one is synced."""
-        scaled = self.begin_contribution(windows, loss, weight, piece)
-        if scaled is not None:
-            self.backward(windows, scaled, last=last, keeps_graph=keeps_graph)
-        self.end_contribution(windows, synced=scaled is not None and last)
+        scale = self.begin_contribution(windows, loss, weight, piece)
+        if scale is not None:
+            self.backward(windows, loss, scale, last=last, keeps_graph=keeps_graph)
+        self.end_contribution(windows, synced=scale is not None and last)
 
     def begin_contribution(
         self, windows: Sequence[Accumulator], loss: Tensor, weight: Weight, piece: Piece = WHOLE
-    ) -> Tensor | None:
-        """Announce a contribution; return its loss scaled to its part of the windows, None if it weighs nothing."""
-        counts = not weighs_nothing(weight)
+    ) -> Weight | None:
+        """Announce a contribution; return the factor for its loss, None if it weighs nothing."""
+        counts = isinstance(weight, Tensor) or weight != 0
         contribution = Contribution(weight, loss.detach() if counts else None, *piece)
-        self.order_watch.check(loss)
+        if self.order_watch.moved:
+            self.order_watch.check(loss)
         # 1. Losses are divided before the backward so that fp16 stays in range; the last backward alone is synced.
-        scale, *_ = [self._begin(window, contribution, loss.dtype) for window in windows]
+        scale = self._begin(windows[0], contribution, loss.dtype)
+        for window in windows[1:]:
+            self._begin(window, contribution, loss.dtype)
         # Sharded parameters are gathered in every backward: there one that weighs nothing runs too, and adds nothing.
-        if not counts and (self._is_alone or not self.ranks.is_sharded):
-            return None
-        return loss * (scale.to(loss.dtype) if isinstance(scale, Tensor) else scale)
+        return scale if counts or (self.ranks.size > 1 and self.ranks.is_sharded) else None
 
     def backward(
         self,
         windows: Sequence[Accumulator],
-        scaled: Tensor,
+        loss: Tensor,
+        scale: Weight,
         *,
         last: bool,
         reaches_all: bool = True,
         keeps_graph: bool = False,
     ) -> None:
         """Run the backward of a scaled loss through Lightning; ``reaches_all``: not if it ends at other tensors."""
-        with (
-            several.together(self.engine, windows),
-            self.ranks.backward(scaled.device, last=last, reaches_all=reaches_all),
-        ):
-            self._backward.run(scaled, **several.keywords(self.engine, keeps_graph=keeps_graph))
+        is_only_one = self.ranks.size == 1 and len(self.engine.optimizers) == 1
+        if is_only_one and not torch.is_autocast_enabled(loss.device.type):
+            self._backward.run(loss, scale)  # nothing to keep apart, to sync, or to keep from autocast
+            return
+        with several.together(self.engine, windows), self.ranks.backward(loss.device, last=last, reaches_all=reaches_all):
+            self._backward.run(loss, scale, **several.keywords(self.engine, keeps_graph=keeps_graph))
 
     def end_contribution(self, windows: Sequence[Accumulator], *, synced: bool) -> None:
         """Count the announced contribution, whose backwards are over."""
-        if not self._is_alone:
+        if self.ranks.size > 1:
             self.gradient_watch.forget()  # DDP's sync writes into the gradients of all optimizers
         for window in windows:
             self.engine.end_backward(window, synced=synced)  # only now does it count
-            self.gradient_watch.note(window.index, self.trainer.optimizers[window.index])
+            if window.index not in self.gradient_watch.seen:
+                self.gradient_watch.note(window.index, self.engine.optimizers[window.index])
 
     def step(self, window: Accumulator) -> EffectiveStep | None:
         """Take an optimizer's step with the window's weighted mean gradient."""
         optimizer = self._optimizers[window.index]
         several.complete(self.engine, self._clean, [window])
-        self.gradient_watch.end(window.index, window.micro_batches)
+        if window.index not in self.gradient_watch.seen:
+            self.gradient_watch.end(window.index, window.micro_batches)
         # 2. One all-reduce of the sums; with a total weight of 0 there is nothing to step with.
         if not self.engine.begin_step(window, self.ranks.window_totals):
             return None
@@ -171,7 +185,7 @@ class ManualStep:
         self.optimizer_step.before_zero_grad(optimizer.optimizer)
         self._clean.zero(window.index, optimizer.optimizer)
         window.end_step(moved=moved)
-        if len(self.trainer.optimizers) > 1 and self.micro_batch is not None and window.batches > 1:
+        if len(self.engine.optimizers) > 1 and self.micro_batch is not None and window.batches > 1:
             self.order_watch.note_step(self.module, optimizer.optimizer)
         if moved:
             steps = window.history.steps
@@ -186,8 +200,8 @@ class ManualStep:
         Args:
             at: micro-batches of the epoch begun so far; None between two micro-batches.
         """
-        progress = self.engine.progress
-        for i in range(len(self.trainer.optimizers)):
+        progress, self.engine.optimizers = self.engine.progress, self.trainer.optimizers
+        for i in range(len(self.engine.optimizers)):
             if (window := progress.accumulator(i)).phase is not Phase.STEPPED:
                 self.step(window)
         self.engine.close(at=at)
@@ -203,6 +217,9 @@ class ManualStep:
     # Before a contribution
 
     def _open_windows(self, call: str, optimizer: OneOrMore) -> tuple[list[Accumulator], MicroBatch]:
+        if not isinstance(optimizer, (list, tuple)):
+            window, micro_batch = self.open_window(call, optimizer)  # type: ignore[arg-type] # no sequence
+            return [window], micro_batch
         opened = [self.open_window(call, one) for one in lists.listed(optimizer, call)]
         return [window for window, _ in opened], opened[0][1]
 
@@ -211,10 +228,11 @@ class ManualStep:
         if self.micro_batch is None:
             raise refusals.outside_training_step(call)
         self.calls[call] += 1
-        optimizers = self.trainer.optimizers
+        optimizers = self.engine.optimizers
         is_only_one = optimizer is None and len(optimizers) == 1
         index = 0 if is_only_one else arguments.optimizer_position(optimizer, optimizers, call)
-        window = self.engine.progress.accumulator(index)
+        progress = self.engine.progress
+        window = progress.window.accumulators.get(index) or progress.accumulator(index)
         if window.phase is Phase.STEPPED:
             raise refusals.has_stepped(call)
         return window, self.micro_batch
@@ -225,14 +243,10 @@ class ManualStep:
             return self.engine.weigh(self.micro_batch and self.micro_batch.batch, device, default)
         return arguments.as_weight(weight, device)
 
-    @property
-    def _is_alone(self) -> bool:
-        return self.ranks.size == 1
-
     def _begin(self, window: Accumulator, contribution: Contribution, dtype: torch.dtype) -> Weight:
-        self.gradient_watch.check(window.index)
-        optimizers = self.trainer.optimizers
-        if window.phase is Phase.EMPTY and (self._is_alone or len(optimizers) > 1):
+        if self.gradient_watch.noted:
+            self.gradient_watch.check(window.index)
+        if window.phase is Phase.EMPTY and (self.ranks.size == 1 or len(self.engine.optimizers) > 1):
             self._clean.check(window.index)
         return self.engine.begin_backward(window, contribution, self.engine.length(dtype, contribution.pieces))
 
@@ -243,7 +257,8 @@ class ManualStep:
         optimizers = self.module.optimizers()
         return optimizers if isinstance(optimizers, list) else [optimizers]
 
-    def _warn_if_never_called(self, output: object) -> None:
+    def _warn_of_slips(self, output: object) -> None:
+        self.lr_schedulers.watch.check(*self.trainer.lr_scheduler_configs)
         if output is not None and not self.calls:
             by_hand.warn_of_lost_losses(by_hand=self.guard.steps_by_hand > 0)
             self.calls["warned"] += 1

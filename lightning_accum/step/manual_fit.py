@@ -83,10 +83,6 @@ class ManualDoor(Door):
             self._lr_schedulers.watch.note(config.scheduler)
 
     @override
-    def begin_batch(self, batch: object) -> None:
-        self._step.guard.install(self._trainer.optimizers)
-
-    @override
     def begin_epoch(self) -> None:
         if self._engine.progress.window.is_pending:  # saved at the epoch's end, by a callback before the scheduler
             self._leave_window()

@@ -84,35 +84,34 @@ class GradientWatch:
     """
 
     def __init__(self) -> None:
-        self._noted: dict[int, list[tuple[Tensor, int]]] = {}  # by the optimizer's position
-        self._seen: set[int] = set()
+        self.noted: dict[int, list[tuple[Tensor, int]]] = {}  # by the optimizer's position
+        self.seen: set[int] = set()  # the positions at which there is nothing more to look for
 
     def note(self, index: int, optimizer: Optimizer) -> None:
         """Note the gradients that a backward has left."""
-        if index not in self._seen:
-            gradients = (p.grad for p in parameters(optimizer) if p.grad is not None)
-            self._noted[index] = [(gradient, gradient._version) for gradient in gradients]
+        gradients = (p.grad for p in parameters(optimizer) if p.grad is not None)
+        self.noted[index] = [(gradient, gradient._version) for gradient in gradients]
 
     def check(self, index: int) -> None:
         """Warn if they have changed since; raise if they are zeros, as ``zero_grad(set_to_none=False)`` leaves them."""
-        noted = self._noted.pop(index, [])
+        noted = self.noted.pop(index, [])
         changed = [gradient for gradient, version in noted if gradient._version != version]
         if not changed:
             return
-        self._seen.add(index)
+        self.seen.add(index)
         if not any(gradient.count_nonzero() for gradient, _ in noted):
             raise arguments.gradients_are_gone()
         by_hand.warn_of_changed_gradients()
 
     def forget(self) -> None:
         """Begin anew: what has changed them was no slip."""
-        self._noted.clear()
+        self.noted.clear()
 
     def end(self, index: int, micro_batches: int) -> None:
         """A window is over; one of several micro-batches has shown what there is to see."""
-        self._noted.pop(index, None)
+        self.noted.pop(index, None)
         if micro_batches > 1:
-            self._seen.add(index)
+            self.seen.add(index)
 
 
 class OrderWatch:
@@ -123,7 +122,7 @@ class OrderWatch:
     """
 
     def __init__(self) -> None:
-        self._moved: set[Tensor] = set()
+        self.moved: set[Tensor] = set()  # in this micro-batch
         self._handles: list[RemovableHandle] = []
         self._ran: list[nn.Module] = []
         self._windows = 0
@@ -133,25 +132,23 @@ class OrderWatch:
         if self._windows:
             return
         moved = set(parameters(optimizer))
-        self._moved |= moved
+        self.moved |= moved
         for part in module.modules():
             if any(p in moved for p in part.parameters(recurse=False)):
                 self._handles.append(part.register_forward_pre_hook(lambda part, _: self._ran.append(part)))
 
     def check(self, loss: Tensor) -> None:
         """Warn if a loss sees weights that have moved in this micro-batch."""
-        if self._moved and not self._windows and (self._ran or any(leaf in self._moved for leaf in _leaves(loss))):
+        if not self._windows and (self._ran or any(leaf in self.moved for leaf in _leaves(loss))):
             self._windows += 1  # one warning
             by_hand.warn_of_order()
 
     def end(self) -> None:
         """``training_step`` has ended."""
-        if not self._moved:
-            return
         while self._handles:
             self._handles.pop().remove()
         self._windows += 1
-        self._moved, self._ran = set(), []
+        self.moved, self._ran = set(), []
 
 
 def _leaves(loss: Tensor) -> Iterable[Tensor]:

@@ -131,7 +131,6 @@ class WindowPlacement:
             self._open_next(trainer, batch_idx)
         if not self._ends_with_epoch:
             self._correct_logger_step(trainer)
-        self._flags.hold_logs(trainer)
         return moves_on
 
     def _open_next(self, trainer: Trainer, batch_idx: int) -> None:
