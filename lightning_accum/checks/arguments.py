@@ -207,7 +207,7 @@ def gradients_are_gone() -> RuntimeError:
 
 def is_on_host(weight: Tensor) -> bool:
     """Whether a tensor weight can be read without waiting for a device."""
-    return weight.device.type == "cpu"
+    return weight.is_cpu
 
 
 def as_weight(weight: object, device: torch.device, name: str = "weight") -> float | Tensor:
@@ -226,6 +226,9 @@ def as_weight(weight: object, device: torch.device, name: str = "weight") -> flo
         TypeError: not a number.
         ValueError: negative or not finite (a number, or a CPU tensor), or a tensor that is not of shape ``()``.
     """
+    kind = type(weight)
+    if (kind is int or kind is float) and 0 <= weight < math.inf:  # type: ignore[operator] # most weights, at once
+        return float(weight)  # type: ignore[arg-type]
     if isinstance(weight, Tensor):
         if weight.is_complex():
             raise TypeError(f"`{name}` must be real, got a tensor of {weight.dtype}.")
@@ -236,7 +239,7 @@ def as_weight(weight: object, device: torch.device, name: str = "weight") -> flo
             dtype = torch.float32 if device.type == "mps" else torch.float64
             # Its value is not checked: reading it would make the host wait for the device in every micro-batch.
             return weight.detach().to(device, dtype, non_blocking=True)
-        weight = weight.item()
+        return as_weight(weight.item(), device, name)
     if isinstance(weight, bool) or not isinstance(weight, Real):  # numpy's scalars are `Real` too
         raise TypeError(f"`{name}` must be an int, a float or a tensor of shape (), got {weight!r}.")
     try:

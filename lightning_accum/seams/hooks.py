@@ -73,8 +73,9 @@ class _Cover:
     Fact: Lightning looks hooks up on the instance, so that an instance attribute comes before the class's method.
     """
 
-    def __init__(self, owner: object, hook: str, replacement: Hook) -> None:
-        self.__wrapped__ = getattr(owner, hook)  # Lightning reads its signature and its code
+    def __init__(self, owner: object, hook: str, replacement: Hook, like: Hook | None = None) -> None:
+        # Lightning reads its signature and its code.
+        self.__wrapped__ = getattr(owner, hook) if like is None else like
         self.owner, self.hook, self.replacement = owner, hook, replacement
         self.covered = vars(owner).get(hook, _ABSENT)
 
@@ -93,6 +94,13 @@ def _hook_of(owner: object, hook: str, covered: object) -> object:
 def shadow(owner: object, hook: str, replacement: Hook) -> None:
     """Put a function in front of a hook of a module or a strategy, until `unshadow`."""
     owner.__dict__[hook] = _Cover(owner, hook, replacement)
+
+
+def shadow_with_signature(module: LightningModule, hook: str) -> None:
+    """Put a module's own hook in front of itself, with its signature at hand, until `unshadow`; see `_with_signature`."""
+    own = getattr(module, hook)
+    if isinstance(function := getattr(own, "__func__", None), FunctionType) and not hasattr(own, "__wrapped__"):
+        module.__dict__[hook] = _Cover(module, hook, own, _with_signature(function))
 
 
 def unshadow(owner: object, hook: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -62,18 +63,22 @@ class AutomaticDoor(Door):
         plugin = self._trainer.precision_plugin
         hooks.cover(plugin, "backward", partial(self._backward, plugin.backward))
         sync_first_backward(self._trainer)
+        if not loop.is_compiled(self._module):
+            hooks.shadow_with_signature(self._module, "training_step")
 
     @override
     def begin_batch(self, batch: object) -> None:
         engine = self._engine
         engine.batch = loop.all_batches(self._trainer)
-        self._weight = engine.weigh(batch, self._module.device)
+        if self._is_weighted or engine.unweighted_warning:
+            self._weight = engine.weigh(batch, self._module.device)
 
     @property
     def _driven(self) -> Accumulator | None:
         """The open window, unless another callback has taken over the Trainer's factor, or its callbacks."""
-        engine = self._engine
-        works = engine.flags.in_charge(self._trainer) and engine.scheduler in loop.callbacks(self._trainer)
+        engine, trainer = self._engine, self._trainer
+        is_in_charge = trainer.accumulate_grad_batches is engine.flags.written
+        works = is_in_charge and engine.scheduler in loop.callbacks(trainer)
         return engine.progress.accumulator(0) if works else None
 
     def _backward(self, own_backward: hooks.Hook, loss: Tensor, *args: object, **kwargs: object) -> None:
@@ -92,10 +97,12 @@ class AutomaticDoor(Door):
             if window.micro_batches > 1:
                 raise refusals.evaluates_again(self._trainer.optimizers[0])
             window.drop()  # a closure optimizer evaluates the same micro-batch again
-        divisor = precision.real_divisor(int(self._trainer.accumulate_grad_batches), loss.dtype)
+        divisor: float = int(self._trainer.accumulate_grad_batches)
+        if loss.dtype is not torch.float32:
+            divisor = precision.real_divisor(divisor, loss.dtype)
         sums_loss = self._sums_losses and not weighs_nothing(self._weight)
         contribution = Contribution(self._weight, self._whole(loss) if sums_loss else None)
-        scale = self._engine.begin_backward(window, contribution, divisor, divided_by=divisor)
+        scale = self._engine.begin_backward(window, contribution, divisor, divisor)
         if isinstance(scale, Tensor):
             scale = scale.to(loss.dtype)
         elif scale == 1.0:
@@ -235,5 +242,5 @@ class AutomaticDoor(Door):
 
     @override
     def release(self) -> None:
-        hooks.unshadow_all(self._module, "configure_gradient_clipping", "on_train_epoch_end")
+        hooks.unshadow_all(self._module, "configure_gradient_clipping", "on_train_epoch_end", "training_step")
         hooks.unshadow_all(self._trainer.precision_plugin, "backward")

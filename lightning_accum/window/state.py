@@ -124,9 +124,12 @@ class Accumulator:
         self.phase, self._announced = Phase.BACKWARD, contribution
         if contribution is None:
             return 0.0
-        if self.history.mean_weight is None:
-            self.history.mean_weight = _first_mean_weight(contribution) if self.sees_all_weights else 1.0
-        return contribution.weight * divided_by / self.unit
+        mean_weight = self.history.mean_weight
+        if mean_weight is None:
+            mean_weight = _first_mean_weight(contribution) if self.sees_all_weights else 1.0
+            self.history.mean_weight = mean_weight
+        unit = self.length if mean_weight is None else self.length * mean_weight
+        return contribution.weight * divided_by / unit
 
     def end_backward(self, witness: Tensor | None = None, *, has_synced: bool = False) -> None:
         """Commit the announced contribution: its gradient is in ``.grad``."""
