@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
     from lightning_accum.checks.lists import OneOrMore
+    from lightning_accum.step.manual import ManualStep
 
     _Module = LightningModule
 else:
@@ -33,8 +34,7 @@ class AccumulationMixin(_Module):
     """Accumulates gradients in manual optimization: hand each micro-batch's loss to `accumulate`.
 
     The first base class, before ``LightningModule``. The update is that of the one big batch: the gradient of the
-    weighted mean loss over the accumulation window, clipped once, stepped once. An effective step is one closed window,
-    counted once however many optimizers step in it.
+    weighted mean loss over the accumulation window, clipped once, stepped once. An effective step is one closed window.
 
     The Trainer's own flags configure it: ``accumulate_grad_batches`` (or an `AccumulationScheduler` among the
     callbacks), ``gradient_clip_val`` and ``gradient_clip_algorithm``. LR schedulers advance per epoch, or
@@ -75,7 +75,7 @@ class AccumulationMixin(_Module):
             raise refusals.mixin_comes_second(cls)
         hooks.wrap(cls, "training_step", _run_training_step)
         hooks.wrap(cls, "configure_callbacks", with_scheduler)
-        hooks.wrap(cls, "log", _run_log)
+        hooks.wrap(cls, "log", hooks.run_uncompiled)
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
@@ -145,7 +145,7 @@ class AccumulationMixin(_Module):
             ValueError: a loss that is not a scalar; a negative or non-finite weight; an optimizer of another module, or
                 none where there are several.
         """
-        return self._accumulation.running_step("accumulate(loss", self).accumulate(loss, weight, optimizer, more=more)
+        return _running_step(self, "accumulate(loss").accumulate(loss, weight, optimizer, more=more)
 
     @hooks.uncompiled
     def accumulate_split(
@@ -182,7 +182,7 @@ class AccumulationMixin(_Module):
             ValueError: a batch whose parts differ in size, or may be items or columns; a size below 1.
             MisconfigurationException: ``"auto"`` where ranks wait for each other inside forward or backward.
         """
-        step = self._accumulation.running_step(retry.CALL, self)
+        step = _running_step(self, retry.CALL)
         split = SplitBatch(batch, loss_fn, batch_dim, *own_cuts(self))
         return retry.accumulate_split(step, optimizer, split, micro_batch_size)
 
@@ -219,7 +219,7 @@ class AccumulationMixin(_Module):
         References:
             Gao et al., Scaling Deep Contrastive Learning Batch Size, 2021, https://arxiv.org/abs/2101.06983
         """
-        step = self._accumulation.running_step("accumulate_cached(batch, embed_fn, loss_fn", self)
+        step = _running_step(self, "accumulate_cached(batch, embed_fn, loss_fn")
         split = SplitBatch(batch, embed_fn, batch_dim, *own_cuts(self), "accumulate_cached")
         return cached.accumulate_cached(step, optimizer, split, cached.Objective(loss_fn, weight), micro_batch_size)
 
@@ -244,7 +244,7 @@ def _run_training_step(module: AccumulationMixin, training_step: hooks.Hook, *ar
     return step.run(training_step, *args, **kwargs)
 
 
-@hooks.uncompiled
-def _run_log(module: AccumulationMixin, log: hooks.Hook, *args: object, **kwargs: object) -> object:
-    # Fact: up to Lightning 2.6.6 `torch.compile` fails to trace how `log` reads signatures (Lightning's issue #21836).
-    return log(*args, **kwargs)
+def _running_step(module: AccumulationMixin, call: str) -> ManualStep:
+    if (step := module._accumulation.step) is None:
+        raise refusals.outside_training_step(call, module)
+    return step

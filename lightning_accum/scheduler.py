@@ -163,13 +163,11 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         if self._engine.ranks.size > 1:
             refusals.refuse_unequal_ends(trainer)
         place = loop.place_in_epoch(trainer, batch_idx)
-        opens = self._placement.begin_batch(trainer, place, extends_overdue=self._door.extends_overdue)
-        if opens:
+        if opens := self._placement.begin_batch(trainer, place, extends_overdue=self._door.extends_overdue):
             self.gradients.start(trainer.optimizers)  # BackboneFinetuning adds parameters between windows
-        inside = self.flags.hold_logs(trainer)
-        self._door.begin_batch(batch)
-        if opens or not inside:
+        if not self.flags.hold_logs(trainer) or opens:
             hooks.pass_over(self, "on_train_batch_end", False)
+        self._door.begin_batch(batch)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -180,10 +178,8 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._door.end_batch()
-        is_guarded = self._engine.guard_open_window()
-        # The further ends of micro-batches inside this window have nothing for us; for a subclass they may.
-        if is_guarded and self.flags.is_inside(trainer) and type(self) is AccumulationScheduler:
-            hooks.pass_over(self, "on_train_batch_end", True)
+        if self._engine.guard_open_window() and self.flags.is_inside(trainer):
+            hooks.pass_over(self, "on_train_batch_end", True)  # guarded until the window closes: nothing more for us
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def weighs_nothing(weight: Weight | None) -> bool:
 
 def parameters(optimizer: Optimizer) -> Iterable[Tensor]:
     """All parameters of the optimizer, each once: torch only warns where the same one is in several places."""
-    return dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])
+    return dict.fromkeys(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def takes_step_hooks(optimizer: Optimizer) -> bool:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_accum.gradients.buffers import parameters
-
 
 class _Mark(NamedTuple):
     """A gradient as it was; ``version``: torch's count of the changes in place."""
 
-    gradient: Tensor | None
+    gradient: Tensor
     version: int
+
+
+class _Left(NamedTuple):
+    """The parameters of an optimizer, and the gradients of those that had one, by the parameter's id.
+
+    Fact: torch hashes a tensor in Python, which at every window's end would cost more than a step of many parameters.
+    """
+
+    parameters: list[Tensor]
+    gradients: dict[int, _Mark]
 
 
 class LeftGradients:
@@ -26,19 +35,21 @@ class LeftGradients:
     """
 
     def __init__(self) -> None:
-        self.marks: dict[int, dict[Tensor, _Mark]] = {}
+        self.marks: dict[int, _Left] = {}
 
     def clear(self, index: int, optimizer: Optimizer) -> None:
         """Make zeros of whatever ``zero_grad`` has left, and remember them."""
-        left = [parameter.grad for parameter in parameters(optimizer) if parameter.grad is not None]
-        with torch.no_grad():
-            for gradient in left:
-                gradient.zero_()
         self.mark(index, optimizer)
+        if self.marks[index].gradients:
+            with torch.no_grad():
+                for gradient, _ in self.marks[index].gradients.values():
+                    gradient.zero_()
+            self.mark(index, optimizer)
 
     def mark(self, index: int, optimizer: Optimizer) -> None:
         """Remember what is there."""
-        self.marks[index] = {parameter: _mark(parameter) for parameter in parameters(optimizer)}
+        held = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        self.marks[index] = _Left(held, {id(p): _Mark(p.grad, p.grad._version) for p in held if p.grad is not None})
 
     def foreign(self, index: int, optimizer: Optimizer) -> Tensor | None:
         """Return the first parameter whose gradient something else than `accumulate` has computed.
@@ -46,17 +57,15 @@ class LeftGradients:
         A parameter that the optimizer got since then may have one from backwards of other windows: it is dropped.
         """
         marks = self.marks.get(index)
-        for parameter in parameters(optimizer):
+        parameter: Tensor
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if parameter.grad is None:
                 continue
             if marks is None:
                 return parameter
-            if parameter not in marks:
+            mark = marks.gradients.get(id(parameter))
+            if mark is None and not any(parameter is known for known in marks.parameters):
                 parameter.grad = None
-            elif (mark := marks[parameter]).gradient is not parameter.grad or mark.version != parameter.grad._version:
+            elif mark is None or mark.gradient is not parameter.grad or mark.version != parameter.grad._version:
                 return parameter
         return None
-
-
-def _mark(parameter: Tensor) -> _Mark:
-    return _Mark(parameter.grad, 0 if parameter.grad is None else parameter.grad._version)

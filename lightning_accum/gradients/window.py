@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -104,9 +104,11 @@ class WindowGradients:
         self.weight_mask = WeightMask()
         self._own = OwnGradients({} if self._float32 is None else self._float32.sums)
 
-    def start(self, optimizers: Iterable[Optimizer]) -> None:
+    def start(self, optimizers: Sequence[Optimizer]) -> None:
         """A fit begins, or a window: BackboneFinetuning unfreezes parameters and adds them in between."""
-        self._own.start([parameters(optimizer) for optimizer in optimizers])
+        # One optimizer shares no parameters: looking at all of them would cost more than the rest of the window's end.
+        several = len(optimizers) > 1
+        self._own.start([parameters(optimizer) for optimizer in optimizers] if several else [])
         if self._float32 is not None:
             for optimizer in optimizers:
                 self._float32.watch(parameters(optimizer))

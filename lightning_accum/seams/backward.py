@@ -66,7 +66,7 @@ class UnheardBackward:
             # To begin with the factor saves the multiplication, its backward and a tensor of ones. A new tensor each
             # time: it may become a parameter's gradient.
             start = factor.to(loss.dtype) if isinstance(factor, Tensor) else torch.full_like(loss, factor)
-            loss.backward(gradient=start, **kwargs)
+            loss.backward(gradient=start, **kwargs)  # type: ignore[no-untyped-call]
             return
         scaled = _times(loss, factor)
         strategy.pre_backward(scaled)
@@ -75,7 +75,8 @@ class UnheardBackward:
         strategy.post_backward(closure_loss.detach())
 
     def _is_unheard(self, strategy: Strategy) -> bool:
-        trainer, module, callbacks = self._trainer, self._module, loop.callbacks(self._trainer)
+        trainer, module = self._trainer, self._module
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # as `loop.callbacks`
         if callbacks != self._callbacks:
             self._callbacks, self._way = list(callbacks), _way_of_classes(trainer, module)
         if self._way is _Way.HEARD or type(trainer.profiler) not in SILENT_PROFILERS:  # type: ignore[attr-defined]
@@ -99,7 +100,7 @@ def _times(loss: Tensor, factor: _Factor) -> Tensor:
 
 
 def _way_of_classes(trainer: Trainer, module: LightningModule) -> _Way:
-    """How a backward runs if nothing is set on the objects: what is between ``manual_backward`` and ``loss.backward``."""
+    """How a backward runs if nothing is set on the objects, by what is between ``manual_backward`` and the loss."""
     strategy, precision = type(trainer.strategy), type(trainer.precision_plugin)
     is_silent = (
         _is_of(type(module), "manual_backward", LIGHTNING_MODULES)

@@ -33,6 +33,15 @@ def uncompiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, 
     return disabled
 
 
+@uncompiled
+def run_uncompiled(owner: object, hook: Hook, *args: object, **kwargs: object) -> object:
+    """Run a hook out of reach of ``torch.compile``.
+
+    Fact: up to Lightning 2.6.6 that fails to trace how `log` reads signatures (Lightning's issue #21836).
+    """
+    return hook(*args, **kwargs)
+
+
 def wrap(cls: type, name: str, run: Hook) -> None:
     """Let ``run(self, hook, *args, **kwargs)`` run around a class's hook, wherever in the bases it is defined.
 
@@ -97,7 +106,7 @@ def shadow(owner: object, hook: str, replacement: Hook) -> None:
 
 
 def shadow_with_signature(module: LightningModule, hook: str) -> None:
-    """Put a module's own hook in front of itself, with its signature at hand, until `unshadow`; see `_with_signature`."""
+    """Put a module's own hook in front of itself, with its signature at hand (`_with_signature`), until `unshadow`."""
     own = getattr(module, hook)
     if isinstance(function := getattr(own, "__func__", None), FunctionType) and not hasattr(own, "__wrapped__"):
         module.__dict__[hook] = _Cover(module, hook, own, _with_signature(function))
@@ -161,8 +170,11 @@ def leave_out(callback: Callback, *names: str) -> None:
 
 
 def pass_over(callback: Callback, hook: str, skip: bool) -> None:
-    """Let Lightning skip a hook of a callback of ours while there is nothing for it to do, or call it again."""
-    if skip:
+    """Let Lightning skip a hook of a callback of ours while there is nothing for it to do, or call it again.
+
+    That of a subclass may have more to do.
+    """
+    if skip and hook in vars(type(callback)):
         vars(callback)[hook] = None
     else:
         vars(callback).pop(hook, None)
@@ -183,7 +195,10 @@ def is_overridden(owner: LightningModule, hook: str) -> bool:
     if hook in vars(owner):
         return True
     own = getattr(type(owner), hook)
-    return all(own is not getattr(root, hook) for root in LIGHTNING_MODULES)
+    for root in LIGHTNING_MODULES:  # noqa: SIM110  no generator: it runs at every step
+        if own is getattr(root, hook):
+            return False
+    return True
 
 
 def is_set_on_object(owner: object, hook: str) -> bool:

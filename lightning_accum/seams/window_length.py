@@ -91,14 +91,9 @@ class WindowLength(int):
 
     def closed(self, at: int | None) -> WindowLength:
         """Return a copy that says where the window was counted: ``closed_at`` is ``at``."""
-        return WindowLength(
-            int(self),
-            self.opened_at,
-            self.index,
-            factor=self.factor,
-            ends_with_epoch=self.ends_with_epoch,
-            closed_at=at,
-        )
+        other = int.__new__(WindowLength, self)
+        vars(other).update(vars(self), closed_at=at)
+        return other
 
 
 class NotDue(int):

@@ -99,7 +99,7 @@ class AutomaticDoor(Door):
             window.drop()  # a closure optimizer evaluates the same micro-batch again
         divisor: float = int(self._trainer.accumulate_grad_batches)
         if loss.dtype is not torch.float32:
-            divisor = precision.real_divisor(divisor, loss.dtype)
+            divisor = precision.real_divisor(int(divisor), loss.dtype)
         sums_loss = self._sums_losses and not weighs_nothing(self._weight)
         contribution = Contribution(self._weight, self._whole(loss) if sums_loss else None)
         scale = self._engine.begin_backward(window, contribution, divisor, divisor)

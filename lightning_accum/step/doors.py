@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_accum.checks import refusals
-from lightning_accum.seams import order
+from lightning_accum.seams import hooks, order
 from lightning_accum.step.automatic import AutomaticDoor
 from lightning_accum.step.engine import Door, Engine
 from lightning_accum.step.manual_fit import ManualDoor, ModuleState
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 def choose_door(engine: Engine, module: LightningModule) -> Door:
     """Choose by the module: with the mixin, or in automatic optimization; raise for anything else."""
     if isinstance(getattr(module, "_accumulation", None), ModuleState):
+        hooks.pass_over(engine.scheduler, "on_before_optimizer_step", True)
         return ManualDoor(engine, module)
+    hooks.pass_over(engine.scheduler, "on_before_optimizer_step", False)
     refusals.refuse_manual_optimization(module)
     refusals.refuse_two_factors(engine.trainer)
     options = engine.options

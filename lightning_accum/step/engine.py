@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,7 +69,7 @@ class Engine:
         self.trainer, self.module, self.options, self.progress = trainer, module, options, progress
         self.gradients, self.flags, self.scheduler = gradients, flags, scheduler
         self.ranks = Ranks(trainer, module, sync_each=options.sync_each_micro_batch)
-        self.optimizers: list[Optimizer] = []  # in the present micro-batch: asking Lightning takes three calls each time
+        self.optimizers: list[Optimizer] = []  # of the present micro-batch; asking Lightning takes three calls
         self.batch = 0  # the present micro-batch, counted over the whole training from 1
         self.unweighted_warning = ""  # to be given when a micro-batch without a weight arrives
 
@@ -94,11 +95,12 @@ class Engine:
             gradients.turn_to(optimizer)
         if window.witness is not None and window.witness.grad is None:
             refuse_lost_gradients(window.witness, optimizer)
-        if isinstance(contribution.weight, Tensor) or contribution.weight == 0 or gradients.weight_mask.counts is not None:
-            gradients.mask(optimizer, contribution.weight, gathers=self.ranks.size > 1)
+        weight = contribution.weight
+        if isinstance(weight, Tensor) or weight == 0 or gradients.weight_mask.counts is not None:
+            gradients.mask(optimizer, weight, gathers=self.ranks.size > 1)
         scale = window.begin_backward(contribution, length, divided_by)
         if gradients.norms.measured:
-            weight, opens_batch = contribution.weight, contribution.opens_batch
+            opens_batch = contribution.opens_batch
             gradients.measure(optimizer, weight, scale / divided_by, self.batch, opens_batch=opens_batch)
         return scale
 
@@ -127,12 +129,14 @@ class Engine:
         """Make the optimizer's gradient the window's weighted mean; whether there is anything to step with."""
         optimizer = self.optimizers[window.index]
         sums = sum_over_ranks(window.weight, window.loss, window.batches)
-        check_total_weight(sums[0])
+        if not 0 <= sums[0] < inf:
+            check_total_weight(sums[0])
         correction = window.begin_step(Totals(*sums, self.ranks.size))
         if correction is None:
             self.gradients.drop(optimizer)
             return False
-        self.gradients.normalize(optimizer, correction)
+        if isinstance(correction, Tensor) or correction != 1 or self.gradients.in_float32:
+            self.gradients.normalize(optimizer, correction)
         return True
 
     def awaits(self, more: bool) -> None:

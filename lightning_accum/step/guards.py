@@ -53,7 +53,9 @@ class HandStepGuard:
     def _check(self, position: int, optimizer: Optimizer, *_: object) -> None:
         phase = self._progress.accumulator(position).phase
         # Fact: for a sharded checkpoint torch steps an optimizer that has no state yet, with a rate of 0.
-        moves = any(group.get("lr") != 0 for group in optimizer.param_groups)
+        moves = False
+        for group in optimizer.param_groups:
+            moves = moves or group.get("lr") != 0
         if moves and phase not in (Phase.EMPTY, Phase.STEPPING):
             raise RuntimeError(
                 f"`{type(optimizer).__name__}.step()` was called by hand for an optimizer that `accumulate` steps: it"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum import effective_step
-from lightning_accum.checks import arguments, by_hand, lists, refusals
+from lightning_accum.checks import arguments, lists, refusals
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight
 from lightning_accum.seams import hooks, loop
@@ -22,13 +21,12 @@ from lightning_accum.step.guards import HandStepGuard
 from lightning_accum.step.lr_schedulers import LRSchedulers
 from lightning_accum.step.micro_batch import WHOLE, MicroBatch, Piece
 from lightning_accum.step.optimizer_step import OptimizerStep
-from lightning_accum.step.slips import GradientWatch, OrderWatch
+from lightning_accum.step.slips import CallWatch, GradientWatch, OrderWatch
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
-    from lightning.pytorch.core.optimizer import LightningOptimizer
 
     from lightning_accum.checks.lists import AnOptimizer, OneOrMore
 
@@ -51,7 +49,7 @@ class ManualStep:
         self._backward = UnheardBackward(engine.trainer, module)
         self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
         self._clean = CleanGradients(engine)
-        self.calls: Counter[str] = Counter()  # of `accumulate` and its kin in this fit, by how they begin
+        self.calls = CallWatch()
 
     # One micro-batch, top to bottom
 
@@ -73,7 +71,8 @@ class ManualStep:
                 self.ranks.join_backward(before)
                 self._clean.accept(before)
             if closes:
-                self._warn_of_slips(output)
+                self.lr_schedulers.watch.check(*self.trainer.lr_scheduler_configs)
+                self.calls.check(output, self.guard.steps_by_hand)
                 self.close_window(at=loop.ready_batches(self.trainer))
             if not is_inside or engine.options.partial_window != "average":
                 self.complete_epoch()
@@ -84,19 +83,14 @@ class ManualStep:
         return output
 
     def accumulate(
-        self,
-        loss: Tensor | None,
-        weight: float | Tensor | None,
-        optimizer: OneOrMore,
-        *,
-        more: bool,
+        self, loss: Tensor | None, weight: float | Tensor | None, optimizer: OneOrMore, *, more: bool
     ) -> EffectiveStep | None:
         """Add one contribution to an optimizer's window; step if it is the last one."""
         windows, micro_batch = self._open_windows("accumulate(loss", optimizer)
         if more is not False:
             arguments.check_more(more)
         last = micro_batch.closes and not more
-        self.engine.awaits(more)
+        self.engine.progress.awaited_batch = self.engine.batch if more else 0
         # A parameter of two of them needs its gradient twice, once for each window.
         shares = len(windows) > 1 and several.share_parameters(self.engine, windows)
         groups = [[window] for window in windows] if shares else [windows]
@@ -158,7 +152,8 @@ class ManualStep:
         if is_only_one and not torch.is_autocast_enabled(loss.device.type):
             self._backward.run(loss, scale)  # nothing to keep apart, to sync, or to keep from autocast
             return
-        with several.together(self.engine, windows), self.ranks.backward(loss.device, last=last, reaches_all=reaches_all):
+        synced = self.ranks.backward(loss.device, last=last, reaches_all=reaches_all)
+        with several.together(self.engine, windows), synced:
             self._backward.run(loss, scale, **several.keywords(self.engine, keeps_graph=keeps_graph))
 
     def end_contribution(self, windows: Sequence[Accumulator], *, synced: bool) -> None:
@@ -172,7 +167,8 @@ class ManualStep:
 
     def step(self, window: Accumulator) -> EffectiveStep | None:
         """Take an optimizer's step with the window's weighted mean gradient."""
-        optimizer = self._optimizers[window.index]
+        wrappers = self.module.optimizers()
+        optimizer = wrappers[window.index] if isinstance(wrappers, list) else wrappers
         several.complete(self.engine, self._clean, [window])
         if window.index not in self.gradient_watch.seen:
             self.gradient_watch.end(window.index, window.micro_batches)
@@ -249,16 +245,3 @@ class ManualStep:
         if window.phase is Phase.EMPTY and (self.ranks.size == 1 or len(self.engine.optimizers) > 1):
             self._clean.check(window.index)
         return self.engine.begin_backward(window, contribution, self.engine.length(dtype, contribution.pieces))
-
-    # Before a step
-
-    @property
-    def _optimizers(self) -> list[LightningOptimizer]:
-        optimizers = self.module.optimizers()
-        return optimizers if isinstance(optimizers, list) else [optimizers]
-
-    def _warn_of_slips(self, output: object) -> None:
-        self.lr_schedulers.watch.check(*self.trainer.lr_scheduler_configs)
-        if output is not None and not self.calls:
-            by_hand.warn_of_lost_losses(by_hand=self.guard.steps_by_hand > 0)
-            self.calls["warned"] += 1

@@ -34,12 +34,6 @@ class ModuleState:
     def __init__(self, progress: Progress | None = None, step: ManualStep | None = None) -> None:
         self.progress, self.step = progress or Progress(), step
 
-    def running_step(self, call: str, module: LightningModule) -> ManualStep:
-        """Return the step of the fit that runs; ``call`` is how the user's own on this module begins."""
-        if self.step is None:
-            raise refusals.outside_training_step(call, module)
-        return self.step
-
     def __reduce__(self) -> tuple[type[ModuleState], tuple[Progress]]:
         return ModuleState, (Progress(self.progress.effective_step, self.progress.skipped_steps),)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,14 +53,18 @@ class OptimizerStep:
         scaler, clipped = active_scaler(self._trainer), list[Optimizer]()
         scaled_step = None if scaler is None else ScaledStep(scaler, optimizer.optimizer)
         counted = nullcontext() if in_training_step else loop.counted(self._trainer, optimizer)
-        with without_autocast(self._module.device), self._clipping(clipped), counted:
-            optimizer.step()
+        hooks.shadow(self._module, "on_before_optimizer_step", self._own_hook_then_clip(clipped))
+        try:
+            with without_autocast(self._module.device), counted:
+                optimizer.step()
+        finally:
+            hooks.unshadow(self._module, "on_before_optimizer_step")
         if scaled_step is None:
             return bool(clipped)
         self._follow_scale(scaled_step.ratio)
         return not scaled_step.finish() and bool(clipped)
 
-    def _clipping(self, clipped: list[Optimizer]) -> AbstractContextManager[None]:
+    def _own_hook_then_clip(self, clipped: list[Optimizer]) -> hooks.Hook:
         """Let the clip run after the module's own ``on_before_optimizer_step``, as in automatic optimization.
 
         So the hook sees the unclipped gradient, and needs no ``super()`` call.
@@ -81,7 +85,7 @@ class OptimizerStep:
                 gradient_clip_algorithm=trainer.gradient_clip_algorithm,
             )
 
-        return hooks.shadowed(module, "on_before_optimizer_step", own_hook_then_clip)
+        return own_hook_then_clip
 
     @property
     def _clip_tells_norm(self) -> bool:
@@ -107,9 +111,13 @@ class OptimizerStep:
 
     def _warn_of_clip_by_hand(self, optimizer: Optimizer) -> None:
         unwrapped = optimizer.optimizer if isinstance(optimizer, LIGHTNING_OPTIMIZERS) else optimizer
-        positions = [i for i, candidate in enumerate(self._trainer.optimizers) if candidate is unwrapped]
-        is_own = any(self._engine.progress.accumulator(i).phase is Phase.STEPPING for i in positions)
-        if positions and not is_own:
+        is_ours = False
+        for i, candidate in enumerate(self._trainer.optimizers):
+            if candidate is unwrapped:
+                if self._engine.progress.accumulator(i).phase is Phase.STEPPING:
+                    return
+                is_ours = True
+        if is_ours:
             self._watch.forget()  # one warning is enough
             if not self._clips_by_hand:
                 warn_of_clip_by_hand()
@@ -118,9 +126,11 @@ class OptimizerStep:
     def clip(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
         """Clip as Lightning does, fused optimizers too; by norm, the norm is kept for `EffectiveStep.grad_norm`."""
         self._warn_of_clip_by_hand(optimizer)
-        check_clip(self._trainer, value, algorithm)
-        value = self._trainer.gradient_clip_val if value is None else value
-        algorithm = (algorithm or self._trainer.gradient_clip_algorithm or "norm").lower()
+        own_value, own_algorithm = self._trainer.gradient_clip_val, self._trainer.gradient_clip_algorithm
+        if value is not own_value or algorithm is not own_algorithm:
+            check_clip(self._trainer, value, algorithm)
+        value = own_value if value is None else value
+        algorithm = (algorithm or own_algorithm or "norm").lower()
         if value is None or value <= 0:
             return
         # Each once: torch would count and clip one that is in the optimizer twice two times.

@@ -55,11 +55,14 @@ def keywords(engine: Engine, *, keeps_graph: bool) -> dict[str, bool]:
 
 def complete(engine: Engine, clean: CleanGradients, windows: Sequence[Accumulator]) -> None:
     """Check the windows' gradients, and take part in the other ranks' sync if this rank has not yet."""
-    optimizers, is_alone = engine.trainer.optimizers, engine.ranks.size == 1
+    optimizers, is_alone = engine.optimizers, engine.ranks.size == 1
     for window in windows:
-        engine.gradients.turn_to(optimizers[window.index])
-        engine.drop_if_failed(window)
-        refuse_lost_gradients(window.witness, optimizers[window.index])
+        if len(optimizers) > 1:
+            engine.gradients.turn_to(optimizers[window.index])
+        if window.phase is Phase.BACKWARD:
+            engine.drop_if_failed(window)
+        if window.witness is not None and window.witness.grad is None:
+            refuse_lost_gradients(window.witness, optimizers[window.index])
         if window.phase is Phase.EMPTY and is_alone:
             clean.check(window.index)
     unsynced = [window for window in windows if not window.has_synced]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,16 @@ def _entries(configured: object) -> Iterator[object]:
             return
         for part in configured:
             yield from _entries(part)
+
+
+class CallWatch(Counter[str]):
+    """Counts the calls of `accumulate` and its kin in a fit, by how they begin; warns if there are none."""
+
+    def check(self, output: object, steps_by_hand: int) -> None:
+        """Warn once, where a window has closed, if ``training_step`` returned a loss that nothing has learned from."""
+        if output is not None and not self:
+            by_hand.warn_of_lost_losses(by_hand=steps_by_hand > 0)
+            self["warned"] += 1
 
 
 class ScheduleWatch:

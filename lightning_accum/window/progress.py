@@ -40,7 +40,10 @@ class Window:
     @property
     def has_moved(self) -> bool:
         """Whether any optimizer has changed its weights."""
-        return any(accumulator.has_moved for accumulator in self.accumulators.values())
+        for accumulator in self.accumulators.values():  # noqa: SIM110  as above
+            if accumulator.has_moved:
+                return True
+        return False
 
 
 class Samples(NamedTuple):
@@ -94,7 +97,8 @@ class Progress:
     def close(self) -> None:
         """Count the window, all of whose steps are over; the next micro-batch opens another one."""
         for accumulator in self.window.accumulators.values():
-            accumulator.expect(Phase.STEPPED)
+            if accumulator.phase is not Phase.STEPPED:
+                accumulator.expect(Phase.STEPPED)
         self.effective_step += 1
         self.skipped_steps += not self.window.has_moved
         self.window = Window()

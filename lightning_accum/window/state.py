@@ -152,7 +152,8 @@ class Accumulator:
         """
         if self.phase is Phase.BACKWARD:
             self.drop()
-        self.expect(Phase.EMPTY, Phase.OPEN)
+        if self.phase is not Phase.OPEN:
+            self.expect(Phase.EMPTY, Phase.OPEN)
         self.totals = totals
         if totals.weight == 0:
             self.phase = Phase.STEPPED
@@ -162,7 +163,8 @@ class Accumulator:
 
     def end_step(self, *, moved: bool) -> None:
         """Note that the step is over, taken or skipped; the mean weight scales the next window's losses."""
-        self.expect(Phase.STEPPING)
+        if self.phase is not Phase.STEPPING:
+            self.expect(Phase.STEPPING)
         self.phase, self.has_moved = Phase.STEPPED, moved
         self.history.mean_weight = self.totals.weight / self.totals.batches
         self.history.steps += moved
