@@ -178,8 +178,9 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._door.end_batch()
-        if self._engine.guard_open_window() and self.flags.is_inside(trainer):
-            hooks.pass_over(self, "on_train_batch_end", True)  # guarded until the window closes: nothing more for us
+        is_guarded = self._engine.guard_open_window() and self.flags.is_inside(trainer)
+        if is_guarded and self._placement.is_inside_epoch(trainer):
+            hooks.pass_over(self, "on_train_batch_end", True)  # until the window closes there is nothing more for us
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

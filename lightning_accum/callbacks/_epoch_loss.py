@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from lightning_accum.effective_step import EffectiveStep
 
 
+_AT_ONCE = 64
+
+
 class EpochLoss(MeanMetric):
     """The weighted mean of the windows' losses, each of which is a mean over all ranks already.
 
@@ -22,25 +25,54 @@ class EpochLoss(MeanMetric):
 
     def __init__(self) -> None:
         super().__init__(sync_on_compute=False)
+        self._added: list[tuple[Tensor, float | Tensor]] = []  # and not summed yet
 
     def add(self, step: EffectiveStep) -> None:
-        """Add a window, on the device that its loss is on."""
-        if self.device != step.loss.device:
-            self.to(step.loss.device)
-        if self.dtype != torch.float64 and step.loss.device.type != "mps":  # which has no float64
+        """Add a window, on the device that its loss is on.
+
+        They are summed some at a time: what torchmetrics does around an update costs more than an optimizer step of a
+        small model. The first one at once, without which a metric counts as empty.
+        """
+        self._added.append((step.loss, step.weight))
+        self._computed = None
+        if not self.update_called or len(self._added) == _AT_ONCE:
+            self.sum_added()
+
+    def sum_added(self) -> None:
+        """Sum the windows that were added since the last time."""
+        added, self._added = self._added, []
+        if not added:
+            return
+        device = added[-1][0].device
+        if self.device != device:
+            self.to(device)
+        if self.dtype != torch.float64 and device.type != "mps":  # which has no float64
             self.set_dtype(torch.float64)
-        self.update(step.loss, step.weight)
+        losses = torch.stack([loss.to(device, self.dtype) for loss, _ in added])
+        weights = torch.stack([torch.as_tensor(weight, dtype=self.dtype, device=device) for _, weight in added])
+        self.update(losses, weights)
 
     @override
     def update(self, value: float | Tensor, weight: float | Tensor | None = None) -> None:
         # Not MeanMetric's: it looks for NaN, so that the host would wait for the device in every window.
-        shares = 1.0 if weight is None else weight
-        self.mean_value = self.mean_value + value * shares
-        self.weight = self.weight + shares
+        values, shares = torch.as_tensor(value), torch.as_tensor(1.0 if weight is None else weight)
+        self.mean_value = self.mean_value + (values * shares).sum()
+        self.weight = self.weight + shares.sum()
+
+    @override
+    def compute(self) -> Tensor:
+        self.sum_added()
+        return super().compute()
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._added = []
 
     @property
     def sums(self) -> dict[str, Tensor]:
         """What a checkpoint keeps."""
+        self.sum_added()
         return {"loss": self.mean_value.detach().cpu().clone(), "weight": self.weight.detach().cpu().clone()}
 
     @classmethod

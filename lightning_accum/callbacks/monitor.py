@@ -13,7 +13,7 @@ from lightning_accum.callbacks._epoch_loss import EpochLoss
 from lightning_accum.callbacks._pictured import PicturedCallback
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.schedule import resolve
-from lightning_accum.schedule.epoch import samples
+from lightning_accum.schedule.epoch import Epoch, epoch_of
 from lightning_accum.schedule.plan import AccumulationPlan
 from lightning_accum.seams import hooks, logs, loop
 from lightning_accum.seams.roots import rank_zero_info, rank_zero_only
@@ -67,7 +67,7 @@ class AccumulationMonitor(PicturedCallback):
     def __init__(self, prog_bar: bool = False, plot: bool = False) -> None:
         super().__init__(plot)
         self.prog_bar = prog_bar
-        self._samples = 0
+        self._samples, self._epoch = 0, Epoch(0)  # the latter in the present epoch, whose loader does not change
         self._place: list[int] | None = None  # epoch and index of the last micro-batch in `_samples`
         self._last_index = -1
         self._lrs: dict[int, float | Tensor] = {}  # the window that the first optimizer stepped in last: its rate
@@ -85,9 +85,14 @@ class AccumulationMonitor(PicturedCallback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._last_index = -1
+        self._epoch = epoch_of(trainer)
         if self.prog_bar and trainer.progress_bar_callback is not None:
             show_in_bar(trainer.progress_bar_callback)
         _show_plan(trainer)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._epoch = epoch_of(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -96,7 +101,7 @@ class AccumulationMonitor(PicturedCallback):
         if self._place is not None and self._place[0] != place[0]:
             self._epoch_losses = {}  # not where an epoch starts: a fit that resumes at one's end skips that hook
         if place != self._place:  # a fit that resumes after an error may repeat its last micro-batch
-            self._samples += samples(trainer, batch_idx, batch_idx + 1) or 0
+            self._samples += self._epoch.between(batch_idx, batch_idx + 1) or 0
             self._place = place
 
     @override
@@ -107,7 +112,13 @@ class AccumulationMonitor(PicturedCallback):
 
     def on_effective_step_end(self, trainer: Trainer, pl_module: LightningModule, step: EffectiveStep) -> None:
         """Log the window's figures."""
-        self._epoch_losses.setdefault(step.optimizer_idx, EpochLoss()).add(step)
+        if step.optimizer_idx not in self._epoch_losses:
+            self._epoch_losses[step.optimizer_idx] = EpochLoss()
+        self._epoch_losses[step.optimizer_idx].add(step)
+        if logs.logs_now(trainer):
+            logs.log_metrics(trainer, self._figures(trainer, step))
+
+    def _figures(self, trainer: Trainer, step: EffectiveStep) -> dict[str, float | Tensor]:
         suffix = _suffix(step.optimizer_idx)
         metrics: dict[str, float | Tensor] = {
             f"accumulation/loss{suffix}": step.loss,
@@ -122,12 +133,12 @@ class AccumulationMonitor(PicturedCallback):
                 # The first optimizer may step after this one, or not at all in this window.
                 present = trainer.optimizers[0].param_groups[0]["lr"]
                 metrics["accumulation/lr"] = self._lrs.get(step.index, present)
-        logs.log_metrics(trainer, metrics)
+        return metrics
 
     def _of_window(self, trainer: Trainer, step: EffectiveStep) -> dict[str, float]:
         window = current_window(trainer)
         shared: dict[str, float] = {"accumulation/factor": window.factor, "accumulation/effective_step": step.index + 1}
-        in_window = samples(trainer, window.opened_at, loop.ready_batches(trainer))
+        in_window = self._epoch.between(window.opened_at, loop.ready_batches(trainer))
         if in_window is not None:
             shared |= {"accumulation/effective_batch_size": in_window, "accumulation/samples": self._samples}
         return shared

@@ -44,6 +44,10 @@ class Epoch:
         epochs, rest = divmod(batches, int(self.batches))
         return epochs * self._within(int(self.batches)) + self._within(rest)
 
+    def between(self, first: int, end: int) -> int | None:
+        """Return the samples on all ranks in micro-batches ``first`` to ``end - 1``; None if they are unknown."""
+        return None if self.micro_batch_size is None else self.seen(end) - self.seen(first)
+
     def _within(self, batches: int) -> int:
         # Only the last micro-batch may be smaller, so the cap changes nothing before it.
         return int(min(batches * (self.micro_batch_size or 0), self.samples)) * self.ranks
@@ -66,5 +70,4 @@ def samples(trainer: Trainer, first: int, end: int) -> int | None:
 
     A smaller last micro-batch counts with its true size. A negative ``first`` lies in the epochs before.
     """
-    epoch = epoch_of(trainer)
-    return None if epoch.micro_batch_size is None else epoch.seen(end) - epoch.seen(first)
+    return epoch_of(trainer).between(first, end)

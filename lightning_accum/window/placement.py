@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING
 
 from lightning_accum.schedule.epoch import epoch_of, samples
@@ -132,6 +133,11 @@ class WindowPlacement:
         if not self._ends_with_epoch:
             self._correct_logger_step(trainer)
         return moves_on
+
+    def is_inside_epoch(self, trainer: Trainer) -> bool:
+        """Whether the window is known to end before the epoch does, whose last place the loader may leave empty."""
+        length = self._progress.window.length
+        return length is not None and length.end < trainer.num_training_batches < inf
 
     def _open_next(self, trainer: Trainer, batch_idx: int) -> None:
         if self._progress.samples is not None:
