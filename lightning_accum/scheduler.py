@@ -163,10 +163,13 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         if self._engine.ranks.size > 1:
             refusals.refuse_unequal_ends(trainer)
         place = loop.place_in_epoch(trainer, batch_idx)
-        if opens := self._placement.begin_batch(trainer, place, extends_overdue=self._door.extends_overdue):
+        opens = self._placement.begin_batch(trainer, place, extends_overdue=self._door.extends_overdue)
+        inside = self.flags.hold_logs(trainer)
+        if opens:
             self.gradients.start(trainer.optimizers)  # BackboneFinetuning adds parameters between windows
-        if not self.flags.hold_logs(trainer) or opens:
-            hooks.pass_over(self, "on_train_batch_end", False)
+            self._engine.guard_open_window()
+        if opens or not inside:  # the end of a micro-batch matters to us where a window ends, and where an epoch does
+            hooks.pass_over(self, "on_train_batch_end", inside and self._placement.is_inside_epoch(trainer))
         self._door.begin_batch(batch)
 
     @override
@@ -178,9 +181,6 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._door.end_batch()
-        is_guarded = self._engine.guard_open_window() and self.flags.is_inside(trainer)
-        if is_guarded and self._placement.is_inside_epoch(trainer):
-            hooks.pass_over(self, "on_train_batch_end", True)  # until the window closes there is nothing more for us
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -130,13 +130,10 @@ def unshadow_all(owner: object, *names: str) -> None:
             unshadow(owner, hook)
 
 
-def cover(owner: object, hook: str, replacement: Hook | None) -> None:
-    """Have exactly this function in front of a hook, or none; called again and again."""
-    is_covered = isinstance(vars(owner).get(hook), _Cover)
-    if replacement is not None and not is_covered:
+def cover(owner: object, hook: str, replacement: Hook) -> None:
+    """Have one function in front of a hook, this one if there is none yet; called again and again."""
+    if not isinstance(vars(owner).get(hook), _Cover):
         shadow(owner, hook, replacement)
-    elif replacement is None and is_covered:
-        unshadow(owner, hook)
 
 
 @contextmanager
@@ -178,10 +175,6 @@ def pass_over(callback: Callback, hook: str, skip: bool) -> None:
         vars(callback)[hook] = None
     else:
         vars(callback).pop(hook, None)
-
-
-def keep_gradients() -> None:
-    """Do nothing: in front of ``on_validation_model_zero_grad`` while a window is open."""
 
 
 def takes(hook: Hook, name: str) -> bool:

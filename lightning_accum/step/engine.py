@@ -168,15 +168,19 @@ class Engine:
 
     # Windows that stay open, and windows that are not counted
 
-    def guard_open_window(self) -> bool:
-        """Keep the open window's gradients from a validation that follows this micro-batch; whether there is one.
+    def guard_open_window(self) -> None:
+        """Keep the gradients of a window that is open from a validation that follows a micro-batch.
 
         Lightning zeroes them where it takes the window for closed: the loader may have left its last place empty, or an
         epoch has ended inside a window that goes on.
         """
-        keeps = self.progress.window.is_pending and self.flags.in_charge(self.trainer)
-        hooks.cover(self.module, "on_validation_model_zero_grad", hooks.keep_gradients if keeps else None)
-        return keeps
+        own_hook: hooks.Hook = self.module.on_validation_model_zero_grad
+
+        def zero_between_windows() -> None:
+            if not (self.progress.window.is_pending and self.flags.in_charge(self.trainer)):
+                own_hook()
+
+        hooks.cover(self.module, "on_validation_model_zero_grad", zero_between_windows)
 
     def drop(self) -> None:
         """Forget the open window and its gradients; it is not counted."""

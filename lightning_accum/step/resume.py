@@ -41,5 +41,4 @@ def _finish_batch(engine: Engine, door: Door, state: State) -> None:
         if unfinished["is_incomplete"]:
             advice.warn_of_incomplete_batch()
         restart.call_batch_end(trainer)
-    engine.guard_open_window()
     restart.enter_due_validation(trainer)
