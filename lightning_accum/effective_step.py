@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_accum.seams import loop
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
 
 HOOK = "on_effective_step_end"
 
@@ -50,6 +50,7 @@ def notify(trainer: Trainer, module: LightningModule, step: EffectiveStep) -> No
     # `self.log` follows that hook's rules.
     if callable(hook := getattr(module, HOOK, None)):
         hook(step)
-    for callback in loop.callbacks(trainer):
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # see `loop.callbacks`
+    for callback in callbacks:
         if callable(hook := getattr(callback, HOOK, None)):
             hook(trainer, module, step)

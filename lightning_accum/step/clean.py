@@ -31,7 +31,8 @@ class CleanGradients:
 
     def zero(self, index: int, optimizer: Optimizer) -> None:
         """Zero an optimizer's gradients as it does itself: it may leave zeros instead of None, or do nothing."""
-        self._engine.gradients.turn_to(optimizer)
+        if len(self._engine.optimizers) > 1:
+            self._engine.gradients.turn_to(optimizer)
         zero_grad = getattr(optimizer, "zero_grad", None)  # Lightning's protocol `Optimizable` has none
         if zero_grad is None:
             self._engine.gradients.drop(optimizer)
@@ -49,6 +50,7 @@ class CleanGradients:
 
     def check(self, index: int) -> None:
         """Raise if the empty window of an optimizer has gradients."""
-        optimizer = self._engine.trainer.optimizers[index]
-        self._engine.gradients.turn_to(optimizer)
+        optimizer = self._engine.optimizers[index]
+        if len(self._engine.optimizers) > 1:
+            self._engine.gradients.turn_to(optimizer)
         arguments.check_no_gradients(optimizer, self._engine.module, self._left, index)

@@ -164,7 +164,8 @@ class Engine:
         self.progress.close()
         if at is not None:
             self.progress.closed_batch = self.batch
-        self.flags.write_closed(self.trainer, at)
+        if self.trainer.accumulate_grad_batches is self.flags.written:
+            self.flags.write_closed(self.trainer, at)
 
     # Windows that stay open, and windows that are not counted
 

@@ -51,7 +51,8 @@ class HandStepGuard:
             self._handles.pop().remove()
 
     def _check(self, position: int, optimizer: Optimizer, *_: object) -> None:
-        phase = self._progress.accumulator(position).phase
+        window = self._progress.window.accumulators.get(position)
+        phase = Phase.EMPTY if window is None else window.phase
         # Fact: for a sharded checkpoint torch steps an optimizer that has no state yet, with a rate of 0.
         moves = False
         for group in optimizer.param_groups:

@@ -26,7 +26,7 @@ class LRSchedulers:
 
     def __init__(self) -> None:
         self._monitored: dict[int, LRSchedulerConfig] = {}  # by the scheduler's id: those that follow a metric
-        self._awaiting_metric: list[LRSchedulerConfig] = []
+        self.awaiting_metric: list[LRSchedulerConfig] = []
         self._completed_epoch = -1  # the last one for which those without a metric were stepped
         self.watch = ScheduleWatch()
 
@@ -50,7 +50,7 @@ class LRSchedulers:
             if config.interval != "step" or config.scheduler.optimizer is not optimizer or steps % config.frequency:
                 continue
             if id(config.scheduler) in self._monitored:
-                self._awaiting_metric.append(config)  # the step's metrics are logged after it
+                self.awaiting_metric.append(config)  # the step's metrics are logged after it
             else:
                 self._advance(module, config, None)
 
@@ -59,13 +59,13 @@ class LRSchedulers:
 
         Where a validation follows, those whose metric training has not logged wait for its end, as Lightning's do.
         """
-        if not self._awaiting_metric:
+        if not self.awaiting_metric:
             return
-        waiting, self._awaiting_metric = self._awaiting_metric, []
+        waiting, self.awaiting_metric = self.awaiting_metric, []
         validates = validates and loop.validates_now(trainer)
         for config in waiting:
             if validates and not logs.is_logged(trainer, self._monitor(config)):
-                self._awaiting_metric.append(config)
+                self.awaiting_metric.append(config)
             else:
                 self._step_with_metric(trainer, module, config)
 
@@ -124,7 +124,7 @@ class LRSchedulers:
 
     def state_dict(self, trainer: Trainer) -> State:
         """Plain numbers: the epoch, and the positions of the schedulers that wait for a metric."""
-        positions = [i for i, config in enumerate(trainer.lr_scheduler_configs) if config in self._awaiting_metric]
+        positions = [i for i, config in enumerate(trainer.lr_scheduler_configs) if config in self.awaiting_metric]
         return {"completed_epoch": self._completed_epoch, "awaiting_metric": positions}
 
     def load_state_dict(self, trainer: Trainer, state: State | None) -> None:
@@ -134,7 +134,7 @@ class LRSchedulers:
             state = {"completed_epoch": completed, "awaiting_metric": []}
         self._completed_epoch = state["completed_epoch"]
         configs = trainer.lr_scheduler_configs
-        self._awaiting_metric = [configs[i] for i in state["awaiting_metric"] if i < len(configs)]
+        self.awaiting_metric = [configs[i] for i in state["awaiting_metric"] if i < len(configs)]
 
     def _monitor(self, config: LRSchedulerConfig) -> str:
         return str(self._monitored[id(config.scheduler)].monitor)

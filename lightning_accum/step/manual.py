@@ -71,8 +71,10 @@ class ManualStep:
                 self.ranks.join_backward(before)
                 self._clean.accept(before)
             if closes:
-                self.lr_schedulers.watch.check(*self.trainer.lr_scheduler_configs)
-                self.calls.check(output, self.guard.steps_by_hand)
+                if configs := self.trainer.lr_scheduler_configs:
+                    self.lr_schedulers.watch.check(*configs)
+                if output is not None and not self.calls:
+                    self.calls.warn(self.guard.steps_by_hand)
                 self.close_window(at=loop.ready_batches(self.trainer))
             if not is_inside or engine.options.partial_window != "average":
                 self.complete_epoch()
@@ -183,7 +185,7 @@ class ManualStep:
         window.end_step(moved=moved)
         if len(self.engine.optimizers) > 1 and self.micro_batch is not None and window.batches > 1:
             self.order_watch.note_step(self.module, optimizer.optimizer)
-        if moved:
+        if moved and self.trainer.lr_scheduler_configs:
             steps = window.history.steps
             self.lr_schedulers.after_optimizer_step(self.trainer, self.module, optimizer.optimizer, steps)
         step = self.engine.report(window, self.optimizer_step.grad_norm)

@@ -86,8 +86,10 @@ class ManualDoor(Door):
     def end_batch(self) -> None:
         self._step.complete_epoch()  # also where the loader gave None, for which there is no `training_step`
         if self._engine.progress.closed_batch == self._engine.batch:
-            self._lr_schedulers.after_batch(self._trainer, self._module, validates=True)
-            self._engine.ranks.broadcast_buffers_again()
+            if self._lr_schedulers.awaiting_metric:
+                self._lr_schedulers.after_batch(self._trainer, self._module, validates=True)
+            if self._engine.ranks.size > 1:
+                self._engine.ranks.broadcast_buffers_again()
 
     @override
     def end_validation(self) -> None:

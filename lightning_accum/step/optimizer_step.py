@@ -50,12 +50,13 @@ class OptimizerStep:
             Whether the weights have moved: a GradScaler may skip the update, a hook may take the gradients away.
         """
         self.grad_norm = None
-        scaler, clipped = active_scaler(self._trainer), list[Optimizer]()
+        scaler, autocast = active_scaler(self._trainer), without_autocast(self._module.device)
+        clipped: list[Optimizer] = []
         scaled_step = None if scaler is None else ScaledStep(scaler, optimizer.optimizer)
         counted = nullcontext() if in_training_step else loop.counted(self._trainer, optimizer)
         hooks.shadow(self._module, "on_before_optimizer_step", self._own_hook_then_clip(clipped))
         try:
-            with without_autocast(self._module.device), counted:
+            with autocast, counted:
                 optimizer.step()
         finally:
             hooks.unshadow(self._module, "on_before_optimizer_step")
@@ -104,7 +105,7 @@ class OptimizerStep:
 
     def before_zero_grad(self, optimizer: Optimizer) -> None:
         """Call the hooks before the zeroing of a window that is over, as the loop does in automatic optimization."""
-        for callback in loop.callbacks(self._trainer):
+        for callback in self._trainer.callbacks:  # type: ignore[attr-defined] # see `loop.callbacks`
             if callable(callback.on_before_zero_grad):  # as Lightning asks
                 callback.on_before_zero_grad(self._trainer, self._module, optimizer)
         self._module.on_before_zero_grad(optimizer)
@@ -112,9 +113,10 @@ class OptimizerStep:
     def _warn_of_clip_by_hand(self, optimizer: Optimizer) -> None:
         unwrapped = optimizer.optimizer if isinstance(optimizer, LIGHTNING_OPTIMIZERS) else optimizer
         is_ours = False
-        for i, candidate in enumerate(self._trainer.optimizers):
+        windows = self._engine.progress.window.accumulators
+        for i, candidate in enumerate(self._engine.optimizers):
             if candidate is unwrapped:
-                if self._engine.progress.accumulator(i).phase is Phase.STEPPING:
+                if i in windows and windows[i].phase is Phase.STEPPING:
                     return
                 is_ours = True
         if is_ours:

@@ -58,11 +58,10 @@ def _entries(configured: object) -> Iterator[object]:
 class CallWatch(Counter[str]):
     """Counts the calls of `accumulate` and its kin in a fit, by how they begin; warns if there are none."""
 
-    def check(self, output: object, steps_by_hand: int) -> None:
-        """Warn once, where a window has closed, if ``training_step`` returned a loss that nothing has learned from."""
-        if output is not None and not self:
-            by_hand.warn_of_lost_losses(by_hand=steps_by_hand > 0)
-            self["warned"] += 1
+    def warn(self, steps_by_hand: int) -> None:
+        """Warn once that ``training_step`` returns a loss that nothing learns from."""
+        by_hand.warn_of_lost_losses(by_hand=steps_by_hand > 0)
+        self["warned"] += 1
 
 
 class ScheduleWatch:
