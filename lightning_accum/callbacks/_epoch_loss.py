@@ -40,24 +40,26 @@ class EpochLoss(MeanMetric):
 
     def sum_added(self) -> None:
         """Sum the windows that were added since the last time."""
-        added, self._added = self._added, []
-        if not added:
+        if not self._added:
             return
-        device = added[-1][0].device
+        (loss, weight), *others = self._added
+        self._added, device = [], loss.device
         if self.device != device:
             self.to(device)
         if self.dtype != torch.float64 and device.type != "mps":  # which has no float64
             self.set_dtype(torch.float64)
-        losses = torch.stack([loss.to(device, self.dtype) for loss, _ in added])
-        weights = torch.stack([torch.as_tensor(weight, dtype=self.dtype, device=device) for _, weight in added])
-        self.update(losses, weights)
+        self.update(loss, weight)
+        for loss, weight in others:  # one after the other: a resumed fit, which sums others at once, rounds as this one
+            self._sum(loss, weight)
 
     @override
     def update(self, value: float | Tensor, weight: float | Tensor | None = None) -> None:
         # Not MeanMetric's: it looks for NaN, so that the host would wait for the device in every window.
-        values, shares = torch.as_tensor(value), torch.as_tensor(1.0 if weight is None else weight)
-        self.mean_value = self.mean_value + (values * shares).sum()
-        self.weight = self.weight + shares.sum()
+        self._sum(value, 1.0 if weight is None else weight)
+
+    def _sum(self, value: float | Tensor, weight: float | Tensor) -> None:
+        self.mean_value = self.mean_value + value * weight
+        self.weight = self.weight + weight
 
     @override
     def compute(self) -> Tensor:
@@ -79,5 +81,7 @@ class EpochLoss(MeanMetric):
     def from_sums(cls, sums: dict[str, Tensor]) -> EpochLoss:
         """Go on from what a checkpoint kept."""
         metric = cls()
-        metric.update(sums["loss"] / sums["weight"], sums["weight"])
+        metric.update(0.0, 0.0)  # it is not empty
+        metric.set_dtype(sums["loss"].dtype)
+        metric.mean_value, metric.weight = sums["loss"].clone(), sums["weight"].clone()
         return metric
