@@ -5,6 +5,7 @@
 Every round runs each row once, in another order, on the same data; a ratio is a row's time over that of Lightning's
 automatic accumulation in the same round, so that a machine that slows down for a while does so for both. Only the
 training loop is timed, on one thread and without garbage collection. All rows must end with the same weights.
+``windows.py`` shows the best window instead, for factors 4 and 16, with a clip.
 """
 
 from __future__ import annotations

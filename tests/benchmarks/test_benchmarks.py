@@ -59,6 +59,35 @@ def test_the_overhead_program_refuses_a_window_that_would_be_cut_short(
     assert "multiple of the factor" in capsys.readouterr().err
 
 
+def test_the_windows_program_prints_what_a_window_costs_at_its_best(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "windows.py", "--rounds", "1", "--micro-batches", "12")
+    _, *parts = capsys.readouterr().out.split("\n## ")
+    tables = {part.splitlines()[0]: cells_of(part.split("\n\n")[1]) for part in parts}
+    headings = ["4 micro-batches", "16 micro-batches", "Parameters", "Small callbacks", "Start"]
+    assert [heading.split(" a ")[0].split(",")[0].split(":")[0] for heading in tables] == headings
+    four, sixteen, parameters, callbacks, start = tables.values()
+    for table in (four, sixteen):
+        assert [row[0] for row in table[2:]].count("accumulate_split") == 1
+        assert table[2][2] == table[7][3] == "1.000"
+        assert all(float(number) > 0 for row in table[2:] for number in row[1:])
+    assert [row[0] for row in parameters[2:]] == ["10", "200", "2000"]
+    assert [row[0] for row in callbacks[2:4]] == ["none", "AccumulationMonitor"]
+    assert callbacks[2][2] == "+0"
+    assert all(float(row[1]) > 0 for row in start[2:])
+
+
+def test_the_windows_program_runs_the_parts_that_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "windows.py", "start", "--rounds", "1")
+    assert re.findall(r"^## (\w+)", capsys.readouterr().out, re.MULTILINE) == ["Start"]
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, "windows.py", "end")
+    assert "unknown: end" in capsys.readouterr().err
+
+
 def test_the_communication_program_counts_one_sync_per_window_and_one_per_micro_batch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
