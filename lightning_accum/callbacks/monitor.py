@@ -71,7 +71,6 @@ class AccumulationMonitor(PicturedCallback):
         self._place: list[int] | None = None  # epoch and index of the last micro-batch in `_samples`
         self._last_index = -1
         self._lrs: dict[int, float | Tensor] = {}  # the window that the first optimizer stepped in last: its rate
-        self._logs_lr = True
         self._epoch_losses: dict[int, EpochLoss] = {}  # by the optimizer's position
 
     @override
@@ -79,7 +78,6 @@ class AccumulationMonitor(PicturedCallback):
         super()._begin_fit(trainer)
         if trainer.global_step == 0:
             self._samples, self._place = 0, None
-        self._logs_lr = not any(getattr(other, "logs_learning_rate", False) for other in loop.callbacks(trainer))
         self._epoch_losses = {}
 
     @override
@@ -129,7 +127,7 @@ class AccumulationMonitor(PicturedCallback):
         if step.index != self._last_index:  # no other optimizer has reported the same window
             self._last_index = step.index
             metrics |= self._of_window(trainer, step)
-            if self._logs_lr:
+            if not any(getattr(other, "logs_learning_rate", False) for other in loop.callbacks(trainer)):
                 # The first optimizer may step after this one, or not at all in this window.
                 present = trainer.optimizers[0].param_groups[0]["lr"]
                 metrics["accumulation/lr"] = self._lrs.get(step.index, present)

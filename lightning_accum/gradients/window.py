@@ -149,7 +149,7 @@ class WindowGradients:
         if isinstance(weight, Tensor) or weight == 0:
             self.weight_mask.cover(parameters(optimizer), weight, gathers)
         else:
-            self.weight_mask.counts = None
+            self.weight_mask.running = None
 
     def measure(self, optimizer: Optimizer, weight: Weight, scale: Weight, batch: int, *, opens_batch: bool) -> None:
         """Take the norm of the next backward's own gradient, if somebody asks for this window's.
@@ -167,7 +167,7 @@ class WindowGradients:
 
     def unmask(self) -> None:
         """The backward is through."""
-        self.weight_mask.counts = None
+        self.weight_mask.running = None
         if self.norms.measured:
             self.norms.end()
 

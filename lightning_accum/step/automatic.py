@@ -40,8 +40,7 @@ class AutomaticDoor(Door):
 
     def __init__(self, engine: Engine, module: LightningModule) -> None:
         self._engine, self._module, self._trainer = engine, module, engine.trainer
-        self._is_weighted = engine.options.weight_fn is not None
-        engine.progress.sees_all_weights = engine.ranks.size == 1 or not self._is_weighted
+        engine.progress.sees_all_weights = engine.ranks.size == 1 or engine.options.weight_fn is None
         self._sums_losses = False
         self._weight: Weight = 1.0
         self._grad_norm: Tensor | None = None
@@ -70,7 +69,7 @@ class AutomaticDoor(Door):
     def begin_batch(self, batch: object) -> None:
         engine = self._engine
         engine.batch = loop.all_batches(self._trainer)
-        if self._is_weighted or engine.unweighted_warning:
+        if engine.options.weight_fn is not None or engine.unweighted_warning:
             self._weight = engine.weigh(batch, self._module.device)
 
     @property
@@ -133,7 +132,8 @@ class AutomaticDoor(Door):
                 self._step_for_lightning(scaler, optimizer)
         ranks = self._engine.ranks
         # Without `weight_fn` all ranks contribute as much: Lightning refuses a None of some of them.
-        self._engine.begin_step(window, ranks.window_totals if self._is_weighted else ranks.equal_totals)
+        is_weighted = self._engine.options.weight_fn is not None
+        self._engine.begin_step(window, ranks.window_totals if is_weighted else ranks.equal_totals)
 
     def _leave_out_clip_without_gradients(self) -> None:
         """Leave out the clip if a hook before the step has taken the gradients away: torch's, by value, needs some."""

@@ -96,7 +96,7 @@ class Engine:
         if window.witness is not None and window.witness.grad is None:
             refuse_lost_gradients(window.witness, optimizer)
         weight = contribution.weight
-        if isinstance(weight, Tensor) or weight == 0 or gradients.weight_mask.counts is not None:
+        if isinstance(weight, Tensor) or weight == 0 or gradients.weight_mask.running is not None:
             gradients.mask(optimizer, weight, gathers=self.ranks.size > 1)
         scale = window.begin_backward(contribution, length, divided_by)
         if gradients.norms.measured:
@@ -115,7 +115,7 @@ class Engine:
 
     def end_backward(self, window: Accumulator, *, synced: bool) -> None:
         """Count the announced contribution; its gradient is in ``.grad``."""
-        if self.gradients.weight_mask.counts is not None or self.gradients.norms.measured:
+        if self.gradients.weight_mask.running is not None or self.gradients.norms.measured:
             self.gradients.unmask()
         left = window.witness
         if left is None or left.grad is None:

@@ -50,9 +50,7 @@ class ManualDoor(Door):
         self._engine, self._module, self._trainer = engine, module, engine.trainer
         self._lr_schedulers = LRSchedulers()
         self._step = step = ManualStep(engine, module, self._lr_schedulers)
-        self._batches_before = 0  # in the whole training, where the epoch begins
-        # If nothing is contributed: steps alone end the fit. Until it was warned of.
-        self._is_endless = engine.trainer.max_epochs == -1 != engine.trainer.max_steps
+        self._batches_before = 0  # in the whole training, where the epoch begins; -1 where an endless fit was warned of
         slips.warn_of_unused_hooks(module)
         engine.progress.sees_all_weights = engine.ranks.size == 1
         hooks.shadow(module, "configure_optimizers", self._lr_schedulers.recording(module.configure_optimizers))
@@ -80,7 +78,8 @@ class ManualDoor(Door):
     def begin_epoch(self) -> None:
         if self._engine.progress.window.is_pending:  # saved at the epoch's end, by a callback before the scheduler
             self._leave_window()
-        self._batches_before = loop.all_batches(self._trainer)
+        if self._batches_before >= 0:
+            self._batches_before = loop.all_batches(self._trainer)
 
     @override
     def end_batch(self) -> None:
@@ -113,9 +112,10 @@ class ManualDoor(Door):
 
     def _warn_if_endless(self) -> None:
         """Warn once if nothing was contributed in a whole epoch, and steps alone would end the fit."""
-        if self._is_endless and self._engine.progress.last_batch <= self._batches_before:
+        steps_alone_end_it = self._trainer.max_epochs == -1 != self._trainer.max_steps
+        if steps_alone_end_it and self._engine.progress.last_batch <= self._batches_before:
             advice.warn_of_endless_fit(self._trainer.max_steps)
-            self._is_endless = False
+            self._batches_before = -1
 
     def _leave_window(self) -> None:
         """Handle a window that is open where its epoch ends, as `partial_window` asks."""
