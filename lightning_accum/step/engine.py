@@ -128,7 +128,9 @@ class Engine:
     ) -> bool:
         """Make the optimizer's gradient the window's weighted mean; whether there is anything to step with."""
         optimizer = self.optimizers[window.index]
-        sums = sum_over_ranks(window.weight, window.loss, window.batches)
+        sums: tuple[float, Weight, int] = float(window.weight), window.loss, window.batches
+        if self.ranks.size > 1:
+            sums = sum_over_ranks(window.weight, window.loss, window.batches)
         if not 0 <= sums[0] < inf:
             check_total_weight(sums[0])
         correction = window.begin_step(Totals(*sums, self.ranks.size))
