@@ -1,4 +1,4 @@
-"""The scheduler that the mixin attaches for one fit, where the user has none among the callbacks."""
+"""What the mixin attaches: wrappers to a user's class, and for one fit a scheduler, where the user has none."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from lightning_accum.seams.roots import CALLBACKS
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule
+
+    from lightning_accum.step.manual_fit import ModuleState
+
+
+def wrap_hooks(cls: type) -> None:
+    """Wrap the hooks of a class with the mixin that must work without a ``super()`` call, or uncompiled."""
+    hooks.wrap(cls, "training_step", _run_training_step)
+    hooks.wrap(cls, "configure_callbacks", with_scheduler)
+    hooks.wrap(cls, "log", _run_log)
 
 
 def with_scheduler(module: LightningModule, configure_callbacks: hooks.Hook) -> list[Callback]:
@@ -32,3 +41,17 @@ def with_scheduler(module: LightningModule, configure_callbacks: hooks.Hook) -> 
     if fitting:
         scheduler.flags.hide(trainer)
     return callbacks
+
+
+def _run_training_step(module: LightningModule, training_step: hooks.Hook, *args: object, **kwargs: object) -> object:
+    accumulation: ModuleState = module._accumulation  # type: ignore[assignment]
+    step = accumulation.step
+    if step is None or step.micro_batch is not None:  # inside a hook on the object, which runs around the class's
+        return training_step(*args, **kwargs)
+    return step.run(training_step, *args, **kwargs)
+
+
+@hooks.uncompiled
+def _run_log(module: LightningModule, log: hooks.Hook, *args: object, **kwargs: object) -> object:
+    # Fact: up to Lightning 2.6.6 `torch.compile` fails to trace how `log` reads signatures (Lightning's issue #21836).
+    return log(*args, **kwargs)

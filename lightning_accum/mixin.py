@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum.attach import with_scheduler
+from lightning_accum.attach import wrap_hooks
 from lightning_accum.checks import refusals
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.seams import hooks
@@ -22,7 +22,7 @@ from lightning_accum.step.manual_fit import ModuleState
 if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
-    from lightning_accum.checks.lists import OneOrMore
+    from lightning_accum.checks.lists import AnOptimizer, OneOrMore
 
     _Module = LightningModule
 else:
@@ -73,9 +73,7 @@ class AccumulationMixin(_Module):
         bases = cls.__mro__
         if any(bases.index(base) < bases.index(AccumulationMixin) for base in LIGHTNING_MODULES if base in bases):
             raise refusals.mixin_comes_second(cls)
-        hooks.wrap(cls, "training_step", _run_training_step)
-        hooks.wrap(cls, "configure_callbacks", with_scheduler)
-        hooks.wrap(cls, "log", _run_log)
+        wrap_hooks(cls)
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
@@ -111,6 +109,17 @@ class AccumulationMixin(_Module):
         """Whether the present micro-batch opens an accumulation window; False outside of a fit."""
         step = self._accumulation.step
         return step is not None and opens_window(step.trainer)
+
+    def is_due(self, optimizer: AnOptimizer) -> bool:
+        """Whether an optimizer steps at the end of the present effective step; False outside of a fit.
+
+        With ``AccumulationScheduler(..., every=[4, 1])`` the first one is due in every 4th, and at an epoch's end.
+        Leave its forward out where it is not, to learn from the last effective step's data alone. The answer is the
+        same in all micro-batches of an effective step; but a loader without a length tells an epoch's end only at its
+        last one. Raises ValueError for another module's optimizer.
+        """
+        step = self._accumulation.step
+        return step is not None and step.is_due(optimizer)
 
     @hooks.uncompiled
     def accumulate(
@@ -235,16 +244,3 @@ class AccumulationMixin(_Module):
             super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         else:
             step.optimizer_step.clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-
-def _run_training_step(module: AccumulationMixin, training_step: hooks.Hook, *args: object, **kwargs: object) -> object:
-    step = module._accumulation.step
-    if step is None or step.micro_batch is not None:  # inside a hook on the object, which runs around the class's
-        return training_step(*args, **kwargs)
-    return step.run(training_step, *args, **kwargs)
-
-
-@hooks.uncompiled
-def _run_log(module: AccumulationMixin, log: hooks.Hook, *args: object, **kwargs: object) -> object:
-    # Fact: up to Lightning 2.6.6 `torch.compile` fails to trace how `log` reads signatures (Lightning's issue #21836).
-    return log(*args, **kwargs)

@@ -1,0 +1,112 @@
+"""A rhythm per optimizer: `every=[4, 1]`, against plain torch after every effective step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from helpers import make_trainer
+from resume_helpers import PLAIN_LOADER, Resumable, Saves
+from torch import Tensor, nn
+
+from lightning_accum import AccumulationMixin, AccumulationScheduler, EffectiveStep
+
+D = torch.float64
+
+
+class Two(AccumulationMixin, L.LightningModule):
+    """Weights `a` and `b`, from 0, each with an optimizer of its own and the loss c * a or c * b; SGD with lr 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros((), dtype=D)) for _ in "ab")
+        self.told: list[EffectiveStep] = []
+        self.history: list[tuple[float, float]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        self.accumulate(batch * self.a, optimizer=first)
+        self.accumulate(batch * self.b, optimizer=second)
+
+    def on_effective_step_end(self, step: EffectiveStep) -> None:
+        assert step.index == self.effective_step
+        self.told.append(step)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.history.append((self.a.item(), self.b.item()))
+
+    def steps_of(self, optimizer_idx: int) -> list[EffectiveStep]:
+        return [step for step in self.told if step.optimizer_idx == optimizer_idx]
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([p], lr=1.0) for p in (self.a, self.b)]
+
+
+def numbers(n: int) -> Any:
+    """Micro-batches 1, 2, ..., n."""
+    return Resumable([torch.tensor(float(c), dtype=D) for c in range(1, n + 1)])
+
+
+def train(
+    every: list[int],
+    factor: Any = 1,
+    batches: int = 10,
+    *,
+    module: Two | None = None,
+    ckpt: str | None = None,
+    **kw: Any,
+) -> Two:
+    options = {name: kw.pop(name) for name in ("partial_window", "interval", "weight_fn") if name in kw}
+    module = module or Two()
+    scheduler = AccumulationScheduler(factor, every=every, **options)
+    trainer = make_trainer(callbacks=[scheduler, *kw.pop("callbacks", [])], **kw)
+    trainer.fit(module, numbers(batches), ckpt_path=ckpt)
+    return module
+
+
+# The right values
+
+
+def test_factors_2_and_4() -> None:
+    module = train([1, 2], factor=2, batches=8)
+    assert (module.a.item(), module.b.item()) == (-18.0, -9.0)
+    assert [len(module.steps_of(i)) for i in (0, 1)] == [4, 2]
+    assert (module.effective_step, module.trainer.global_step) == (4, 6)
+    assert [step.index for step in module.steps_of(1)] == [1, 3]
+
+
+def test_factors_1_and_4() -> None:
+    module = train([1, 4])
+    assert (module.a.item(), module.b.item()) == (-55.0, -18.5)
+    assert (module.effective_step, module.trainer.global_step) == (10, 13)
+    assert [(s.index, s.micro_batches, s.weight) for s in module.steps_of(1)] == [(3, 4, 4.0), (7, 4, 4.0), (9, 2, 2.0)]
+    assert [b for _, b in module.history] == [0, 0, 0, -2.5, -2.5, -2.5, -2.5, -9.0, -9.0, -18.5]
+
+
+def test_max_steps_counts_every_optimizers_step_and_takes_none_beyond() -> None:
+    module = train([1, 4], max_steps=6, max_epochs=-1)
+    assert (module.a.item(), module.b.item()) == (-15.0, -2.5)
+    assert (module.effective_step, module.trainer.global_step) == (5, 6)
+    assert module.b.grad is None  # what the window held is dropped
+
+
+# Checkpoints
+
+
+def test_a_checkpoint_between_effective_steps_keeps_the_long_window() -> None:
+    train([1, 4], callbacks=[Saves()])
+    state = torch.load("5.ckpt", weights_only=True)["callbacks"]["AccumulationScheduler"]
+    assert (state["window"], state["spans"]) == (None, {1: {"steps": 4, "passed": 2, "factor": 1}})
+    module = train([1, 4], ckpt="5.ckpt")
+    assert (module.a.item(), module.b.item()) == (-55.0, -18.5)
+
+
+@PLAIN_LOADER
+def test_a_rhythm_that_was_changed_in_the_code_holds_from_the_next_window_on() -> None:
+    train([1, 4], callbacks=[Saves()])
+    module = train([1, 2], ckpt="5.ckpt")
+    assert [(s.index, s.micro_batches) for s in module.steps_of(1)] == [(7, 4), (9, 2)]
+    module = train([2, 1], ckpt="5.ckpt")
+    assert [(s.index, s.micro_batches) for s in module.steps_of(1)] == [(7, 4), (8, 1), (9, 1)]
+    assert [(s.index, s.micro_batches) for s in module.steps_of(0)] == [(7, 2), (9, 2)]
