@@ -125,7 +125,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
             return
         refusals.refuse_at_setup(trainer, sync_each=self.sync_each_micro_batch)
         self._reset()
-        self.progress.load_state_dict(checkpoints.new_state(trainer))  # stays, if no epoch is left
+        self.progress.load_state_dict(checkpoints.new_state(trainer, self.progress.every))  # stays, if no epoch is left
         self._engine = Engine(trainer, pl_module, Options.of(self), self.progress, self.gradients, self.flags, self)
         self._door = choose_door(self._engine, pl_module)
         self._placement.begin_fit(trainer, pl_module)
@@ -221,7 +221,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
 
     def _restore(self, trainer: Trainer) -> State:
         """Go on where the checkpoint was made; without one, where Lightning's own counter stands."""
-        state, self._restored = self._restored or checkpoints.new_state(trainer), None
+        state, self._restored = self._restored or checkpoints.new_state(trainer, self.progress.every), None
         self.progress.load_state_dict(state)
         self._placement.resume(trainer, state["window"])
         advice.warn_of_lost_gradients(checkpoints.restore_gradients(trainer, self.progress, self.gradients, state))

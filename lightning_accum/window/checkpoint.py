@@ -16,6 +16,7 @@ from lightning_accum.gradients.buffers import Weight, parameters, witness
 from lightning_accum.gradients.distributed import all_reduce_max, all_reduce_mean, all_reduce_sum, is_sharded
 from lightning_accum.gradients.precision import active_scaler, loss_scale
 from lightning_accum.gradients.window import WindowGradients
+from lightning_accum.schedule.estimate import windows_of
 from lightning_accum.seams import loop, restart
 from lightning_accum.window import rhythm
 from lightning_accum.window.progress import Progress, State, as_state
@@ -197,12 +198,13 @@ def _upgraded(state: State) -> State:
     return new
 
 
-def new_state(trainer: Trainer) -> State:
+def new_state(trainer: Trainer, every: tuple[int, ...] = ()) -> State:
     """Return the state of a first or second fit, or of a training begun without this package.
 
     Fact: ``trainer.global_step`` counts every optimizer's step.
     """
-    return Progress(trainer.global_step // max(len(trainer.optimizers), 1)).state_dict()
+    windows = trainer.global_step // max(len(trainer.optimizers), 1)
+    return Progress(windows_of(trainer, trainer.global_step, 1) if every else windows).state_dict()
 
 
 def restore_gradients(trainer: Trainer, progress: Progress, gradients: WindowGradients, state: State) -> str | None:
