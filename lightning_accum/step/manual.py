@@ -201,7 +201,8 @@ class ManualStep(Calls):
     def end_long_windows(self) -> None:
         """Step the optimizers whose windows are open behind the last effective step, which is counted already."""
         for window in list(self.engine.progress.window.accumulators.values()):
-            self.step(window, late=True)
+            if window.span.passed:
+                self.step(window, late=True)
         self.engine.progress.drop()
 
     def complete_epoch(self) -> None:

@@ -131,14 +131,12 @@ class ManualDoor(Door):
         partial_window, trainer = self._engine.options.partial_window, self._trainer
         if partial_window == "drop":
             self._engine.drop()
-        elif partial_window == "carry":
+        if partial_window != "average":
             return
-        elif self._engine.progress.window.length is not None:
+        if self._engine.progress.holds_step:
             self._step.close_window(at=None)
             logs.advance_logger_step(trainer)
-        elif (
-            not 0 <= trainer.max_steps <= trainer.global_step
-        ):  # otherwise a checkpoint keeps it, and the fit's end drops it
+        elif not 0 <= trainer.max_steps <= trainer.global_step:  # no step is left: a checkpoint keeps what it holds
             self._step.end_long_windows()
 
     @override

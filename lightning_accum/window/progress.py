@@ -105,6 +105,12 @@ class Progress:
         return self.histories[optimizer_idx]
 
     @property
+    def holds_step(self) -> bool:
+        """Whether the open window holds contributions of its own, besides what parts bring from those before."""
+        parts = self.window.accumulators.values()
+        return self.last_batch > self.closed_batch or any(p.is_pending and not p.span.passed for p in parts)
+
+    @property
     def spans(self) -> dict[int, Span]:
         """Where the parts stand that span several windows, by the optimizer's position."""
         inside, parts = self.window.length is not None, self.window.accumulators

@@ -6,8 +6,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from helpers import make_trainer
+from helpers import NIGHTLY, make_trainer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from resume_helpers import PLAIN_LOADER, Resumable, Saves
+from rhythms import ByHand, Gan, assert_same, by_hand, make_data
 from torch import Tensor, nn
 
 from lightning_accum import AccumulationMixin, AccumulationScheduler, EffectiveStep
@@ -110,3 +113,47 @@ def test_a_rhythm_that_was_changed_in_the_code_holds_from_the_next_window_on() -
     module = train([2, 1], ckpt="5.ckpt")
     assert [(s.index, s.micro_batches) for s in module.steps_of(1)] == [(7, 4), (8, 1), (9, 1)]
     assert [(s.index, s.micro_batches) for s in module.steps_of(0)] == [(7, 2), (9, 2)]
+
+
+# Plain torch, after every effective step
+
+WEIGHTS = st.none() | st.just(0) | st.integers(1, 5) | st.integers(1, 5).map(lambda w: torch.tensor(float(w)))
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> dict[str, Any]:
+    batches = draw(st.integers(1, 11))
+    return {
+        "data": list(
+            zip(
+                make_data(draw(st.lists(st.integers(1, 4), min_size=batches, max_size=batches))),
+                draw(st.lists(st.tuples(WEIGHTS, WEIGHTS), min_size=batches, max_size=batches)),
+                strict=True,
+            )
+        ),
+        "every": draw(st.sampled_from([[1, 2], [4, 1], [3, 1], [1, 5], [1, 1]])),
+        "scheduling": draw(st.dictionaries(st.integers(0, 6), st.integers(1, 4), min_size=1, max_size=3)),
+        "partial_window": draw(st.sampled_from(["average", "average", "drop", "carry"])),
+        "epochs": draw(st.integers(1, 3)),
+        "clip": draw(st.none() | st.just(0.3)),
+    }
+
+
+@settings(max_examples=300 if NIGHTLY else 40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(story=stories())
+def test_each_optimizers_update_is_that_of_its_own_windows_at_once(story: dict[str, Any]) -> None:
+    data = [(*tensors, weights) for tensors, weights in story["data"]]
+    scheduling, options = story["scheduling"], {"partial_window": story["partial_window"]}
+
+    def factor(closed: int) -> int:
+        starts = [start for start in scheduling if start <= closed]
+        return int(scheduling[max(starts)]) if starts else 1
+
+    module = Gan()
+    scheduler = AccumulationScheduler(scheduling, interval="step", every=story["every"], **options)
+    make_trainer(callbacks=[scheduler], max_epochs=story["epochs"], gradient_clip_val=story["clip"]).fit(
+        module, Resumable(data)
+    )
+    loop = by_hand(data, factor, story["epochs"], ByHand(story["every"], story["clip"], story["partial_window"]))
+    assert_same(module, loop)
+    assert (module.effective_step, module.skipped_steps) == (loop.closed, loop.skipped)
