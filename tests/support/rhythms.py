@@ -73,9 +73,6 @@ class Gan(AccumulationMixin, L.LightningModule):
         self.history.append(flat((self.g, self.d)[i]))
         self.skipped.append((i, step.skipped))
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", losses(self.g, self.d, batch)[0], batch_size=1)
-
     def configure_optimizers(self) -> Any:
         optimizers = make_optimizers((self.g, self.d))
         schedulers = make_schedulers(optimizers)
