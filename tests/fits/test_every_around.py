@@ -320,7 +320,7 @@ def test_the_noise_scale_is_in_samples_of_the_optimizers_own_windows() -> None:
         Items(), torch.utils.data.DataLoader(items, batch_size=2)
     )
     own = [monitor._figures(i) for i in (0, 1)]
-    assert [(f.windows, f.samples_per_weight, f.batch) for f in own if f] == [(2, 2.0, 16.0), (8, 2.0, 4.0)]
+    assert [(f.windows, f.samples_per_weight, round(f.batch, 9)) for f in own if f] == [(2, 2.0, 16.0), (8, 2.0, 4.0)]
     # 1.5, 3.5, ...: eight in a window of the first optimizer, two in one of the second
     assert [f.noise for f in own if f] == [pytest.approx(4 * 6.0), pytest.approx(4 * 0.5)]
 
