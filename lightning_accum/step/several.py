@@ -84,7 +84,8 @@ def complete(engine: Engine, clean: CleanGradients, windows: Sequence[Accumulato
     for window in unsynced:
         window.begin_backward(None, engine.announced(window.span))
     own = [parameter for window in unsynced for parameter in trainable(optimizers[window.index])]
-    with apart(engine, unsynced):
-        engine.ranks.zero_backward(own if len(optimizers) > 1 else engine.module.parameters())
+    with together(engine, unsynced):  # the sync averages gradients, which must have one factor on all ranks
+        is_part = len(optimizers) > 1 and engine.ranks.finds_unused
+        engine.ranks.zero_backward(own if is_part else engine.module.parameters())
     for window in unsynced:
         window.end_backward(witness(optimizers[window.index]), has_synced=True)

@@ -10,7 +10,7 @@ from helpers import make_trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from resume_helpers import Resumable, Saves
-from rhythms import ByHand, Gan, make_data
+from rhythms import ByHand, Gan, JointGan, joint_losses, make_data
 
 from lightning_accum import AccumulationScheduler
 
@@ -39,6 +39,10 @@ class RankedGan(Gan):
         torch.save({"told": self.told, "history": self.history, "seen": self.seen}, f"rank{self.global_rank}.pt")
 
 
+class RankedJointGan(JointGan, RankedGan):
+    """With one loss for both."""
+
+
 def fit(
     every: list[int],
     factor: Any = 1,
@@ -48,6 +52,7 @@ def fit(
     dtype: Any = torch.float64,
     ckpt_path: str | None = None,
     callbacks: Any = (),
+    kind: type[RankedGan] = RankedGan,
     **flags: Any,
 ) -> list[dict[str, Any]]:
     scheduler = AccumulationScheduler(factor, interval="step", every=every)
@@ -58,13 +63,15 @@ def fit(
         callbacks=[scheduler, *callbacks],
         **flags,
     )
-    trainer.fit(RankedGan(nothing or set(), dtype), ckpt_path=ckpt_path)
+    trainer.fit(kind(nothing or set(), dtype), ckpt_path=ckpt_path)
     return [torch.load(f"rank{rank}.pt") for rank in range(2)]
 
 
-def by_hand(every: list[int], factors: list[int], nothing: Nothing | None = None, clip: float | None = None) -> ByHand:
+def by_hand(
+    every: list[int], factors: list[int], nothing: Nothing | None = None, clip: float | None = None, **kind: Any
+) -> ByHand:
     """Plain torch that sees both ranks; ``factors`` are those of the effective steps."""
-    loop, at = ByHand(every, clip), 0
+    loop, at = ByHand(every, clip, **kind), 0
     ranks = [of_rank(rank, nothing or set()) for rank in (0, 1)]
     for factor in factors:
         for both in list(zip(*ranks, strict=True))[at : at + factor]:
@@ -105,6 +112,23 @@ def test_each_update_is_that_of_its_own_windows_on_both_ranks(
 ) -> None:
     ranks = fit(every, factor, nothing, ddp=ddp, gradient_clip_val=0.3)
     assert_right(ranks, by_hand(every, factors, nothing, 0.3))
+
+
+@pytest.mark.parametrize("ddp", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
+def test_one_loss_for_both_is_synced_for_those_whose_windows_end(ddp: dict[str, Any]) -> None:
+    nothing: Nothing = {(0, 3, 0), (0, 3, 1), (1, 6, 0), (1, 6, 1)}
+    ranks = fit([1, 4], 1, nothing, ddp=ddp, kind=RankedJointGan)
+    loop = by_hand([1, 4], [1] * 10, nothing, losses=joint_losses)
+    for rank in ranks:  # here the first one steps first
+        rank["told"], rank["history"] = zip(
+            *sorted(zip(rank["told"], rank["history"], strict=True), key=in_order), strict=True
+        )
+    assert_right(ranks, loop)
+
+
+def in_order(pair: Any) -> tuple[int, int]:
+    """As `ByHand` steps: in each effective step the second one first."""
+    return pair[0][1], -pair[0][0]
 
 
 def test_a_loss_scale_moves_under_a_long_window_on_both_ranks() -> None:

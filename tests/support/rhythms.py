@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
@@ -35,6 +35,13 @@ def losses(g: nn.Module, d: nn.Module, batch: Sequence[Tensor]) -> list[Tensor]:
     real, noise = batch[:2]
     fake = g(noise)
     return [F.softplus(-d(fake)).mean(), (F.softplus(-d(real)) + F.softplus(d(fake.detach()))).mean()]
+
+
+def joint_losses(g: nn.Module, d: nn.Module, batch: Sequence[Tensor]) -> list[Tensor]:
+    """One loss for both."""
+    real, noise = batch[:2]
+    loss = (d(g(noise)) - d(real)).square().mean()
+    return [loss, loss]
 
 
 def make_optimizers(nets: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
@@ -79,6 +86,16 @@ class Gan(AccumulationMixin, L.LightningModule):
         return optimizers, [{"scheduler": scheduler, "interval": "step"} for scheduler in schedulers]
 
 
+class JointGan(Gan):
+    """One loss, one backward, and a contribution to both windows; the first weight counts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append((self.trainer.current_epoch, batch_idx))
+        weight = batch[2][0]
+        loss = None if weight is None else joint_losses(self.g, self.d, batch)[0]
+        self.accumulate(loss, weight=weight, optimizer=self.optimizers())
+
+
 class ByHand:
     """The loop in plain torch, micro-batch by micro-batch; `told` and `history` as the module's.
 
@@ -86,9 +103,17 @@ class ByHand:
         every: effective steps that each window spans.
         clip: gradient norm.
         partial_window: as of the scheduler.
+        losses: of the two networks.
     """
 
-    def __init__(self, every: Sequence[int], clip: float | None = None, partial_window: str = "average") -> None:
+    def __init__(
+        self,
+        every: Sequence[int],
+        clip: float | None = None,
+        partial_window: str = "average",
+        losses: Callable[..., list[Tensor]] = losses,
+    ) -> None:
+        self.losses = losses
         self.nets = [copy.deepcopy(net) for net in make_gan()]
         self.optimizers = make_optimizers(self.nets)
         self.schedulers = make_schedulers(self.optimizers)
@@ -109,7 +134,7 @@ class ByHand:
     def add(self, *batches: Any) -> None:
         """One micro-batch, of each rank; all see the same weights."""
         for batch in batches:
-            of_nets = losses(*self.nets, batch)
+            of_nets = self.losses(*self.nets, batch)
             for i, weight in enumerate(batch[2]):
                 if weight is None:
                     continue
