@@ -92,17 +92,21 @@ class Progress:
         """An optimizer's part of the window; made when first asked for: LearningRateFinder trains before our hooks."""
         accumulators = self.window.accumulators
         if optimizer_idx not in accumulators:
-            steps = self.every[optimizer_idx] if optimizer_idx < len(self.every) else 1
+            span = Span(self._every(optimizer_idx))
             accumulators[optimizer_idx] = Accumulator(
-                self.history(optimizer_idx), optimizer_idx, sees_all_weights=self.sees_all_weights, span=Span(steps)
+                self.history(optimizer_idx), optimizer_idx, sees_all_weights=self.sees_all_weights, span=span
             )
         return accumulators[optimizer_idx]
 
     def history(self, optimizer_idx: int) -> History:
         """What an optimizer keeps from window to window."""
         if optimizer_idx not in self.histories:
-            self.histories[optimizer_idx] = History(self.effective_step - self.skipped_steps)
+            steps = (self.effective_step - self.skipped_steps) // self._every(optimizer_idx)
+            self.histories[optimizer_idx] = History(steps)
         return self.histories[optimizer_idx]
+
+    def _every(self, optimizer_idx: int) -> int:
+        return self.every[optimizer_idx] if optimizer_idx < len(self.every) else 1
 
     @property
     def holds_step(self) -> bool:

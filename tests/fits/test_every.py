@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
+import torch.nn.functional as F
 from helpers import NIGHTLY, make_trainer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from resume_helpers import PLAIN_LOADER, Resumable, Saves
-from rhythms import ByHand, Gan, assert_same, by_hand, make_data
+from rhythms import ByHand, Gan, JointGan, assert_same, by_hand, joint_losses, losses, make_data
 from torch import Tensor, nn
 
 from lightning_accum import AccumulationMixin, AccumulationScheduler, EffectiveStep
@@ -157,3 +159,122 @@ def test_each_optimizers_update_is_that_of_its_own_windows_at_once(story: dict[s
     loop = by_hand(data, factor, story["epochs"], ByHand(story["every"], story["clip"], story["partial_window"]))
     assert_same(module, loop)
     assert (module.effective_step, module.skipped_steps) == (loop.closed, loop.skipped)
+
+
+# The ways to contribute
+
+
+class Split(Gan):
+    """The generator's window in pieces, the discriminator's from cached embeddings."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, noise, weights = batch
+        g, d = self.optimizers()
+
+        def of_generator(piece: Any) -> Tensor:
+            return losses(self.g, self.d, piece)[0]
+
+        fake = self.g(noise).detach()
+
+        def of_discriminator(scores: Tensor) -> Tensor:
+            n = len(real)
+            return (F.softplus(-scores[:n]) + F.softplus(scores[n:])).mean()
+
+        self.accumulate_split((real, noise), of_generator, micro_batch_size=1, optimizer=g)
+        both = torch.cat([real, fake])
+        self.accumulate_cached(both, self.d, of_discriminator, micro_batch_size=2, weight=weights[1], optimizer=d)
+
+
+@pytest.mark.filterwarnings("ignore:An optimizer stepped, and then")
+@pytest.mark.parametrize("every", [[3, 1], [1, 2]])
+def test_pieces_and_cached_losses_end_with_their_own_windows(every: list[int]) -> None:
+    data = [(*tensors, (len(tensors[0]), 2)) for tensors in make_data([2, 3, 1, 4, 2, 2, 3])]
+    module, loop = Split(), ByHand(every)
+    make_trainer(callbacks=[AccumulationScheduler(2, every=every)]).fit(module, Resumable(data))
+    by_hand(data, 2, 1, loop)
+    for i in (0, 1):
+        assert_same_for(i, module, loop, slice(4))
+
+
+@pytest.mark.parametrize("every", [[4, 1], [1, 3]])
+def test_one_loss_contributes_to_windows_of_several_rhythms(every: list[int]) -> None:
+    data = [(*tensors, (n, n)) for tensors, n in zip(make_data(range(1, 9)), range(1, 9), strict=True)]
+    module, loop = JointGan(), ByHand(every, losses=joint_losses)
+    make_trainer(callbacks=[AccumulationScheduler(2, every=every)]).fit(module, Resumable(data))
+    by_hand(data, 2, 1, loop)
+    for i in (0, 1):
+        assert_same_for(i, module, loop)
+
+
+def assert_same_for(optimizer_idx: int, module: Gan, loop: ByHand, told: slice = slice(None)) -> None:
+    """One network's windows: ``told`` of them, and its weights after each."""
+    pairs = [
+        [
+            (entry[told], weights)
+            for entry, weights in zip(side.told, side.history, strict=True)
+            if entry[0] == optimizer_idx
+        ]
+        for side in (module, loop)
+    ]
+    assert len(pairs[0]) > 1
+    for (entry, weights), (right, right_weights) in zip(*pairs, strict=True):
+        assert entry == pytest.approx(right, rel=1e-10)
+        torch.testing.assert_close(weights, right_weights, rtol=1e-10, atol=1e-10)
+
+
+def test_a_parameter_in_both_optimizers_sums_for_each_in_its_own_rhythm() -> None:
+    class Shared(Two):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            self.accumulate(batch * self.a, optimizer=first)
+            self.accumulate(10 * batch * self.a, optimizer=second)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD([self.a], lr=lr) for lr in (1.0, 0.01)]
+
+    module = train([1, 4], batches=6, module=Shared())
+    assert module.a.item() == pytest.approx(-21 - 0.01 * 10 * (2.5 + 5.5))
+    (first, *_), (second, *_) = module.steps_of(0), module.steps_of(1)
+    assert first.grad_norm is not None
+    assert second.grad_norm is not None
+    assert (first.grad_norm.item(), second.grad_norm.item()) == (1.0, 25.0)
+
+
+def test_a_failed_backward_costs_its_own_long_window_alone() -> None:
+    class Fails(Two):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            self.accumulate(batch * self.a, optimizer=first)
+            loss = batch * self.b
+            if batch_idx == 5:
+                loss.register_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    self.accumulate(loss, optimizer=second)
+            else:
+                self.accumulate(loss, optimizer=second)
+
+    with pytest.warns(UserWarning, match="the 1 micro-batches before it are dropped"):
+        module = train([1, 4], module=Fails())
+    assert (module.a.item(), module.b.item()) == (-55, -2.5 - 7.5 - 9.5)
+    assert [(s.index, s.micro_batches) for s in module.steps_of(1)] == [(3, 4), (7, 2), (9, 2)]
+
+
+def test_clearing_a_long_windows_gradients_by_hand_is_refused() -> None:
+    class Clears(Two):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.optimizers()[1].zero_grad()
+            super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError, match="gradients of an open accumulation window are gone"):
+        train([1, 4], module=Clears())
+
+
+def test_a_step_by_hand_inside_a_long_window_is_refused() -> None:
+    class Steps(Two):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            if batch_idx == 1:
+                self.optimizers()[1].step()
+
+    with pytest.raises(RuntimeError, match=r"`SGD.step\(\)` was called by hand"):
+        train([1, 4], module=Steps())
