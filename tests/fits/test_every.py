@@ -198,7 +198,7 @@ def test_pieces_and_cached_losses_end_with_their_own_windows(every: list[int]) -
 
 @pytest.mark.parametrize("every", [[4, 1], [1, 3]])
 def test_one_loss_contributes_to_windows_of_several_rhythms(every: list[int]) -> None:
-    data = [(*tensors, (n, n)) for tensors, n in zip(make_data(range(1, 9)), range(1, 9), strict=True)]
+    data = [(*tensors, (n, n)) for tensors, n in zip(make_data(range(1, 12)), range(1, 12), strict=True)]
     module, loop = JointGan(), ByHand(every, losses=joint_losses)
     make_trainer(callbacks=[AccumulationScheduler(2, every=every)]).fit(module, Resumable(data))
     by_hand(data, 2, 1, loop)
