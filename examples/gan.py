@@ -1,9 +1,9 @@
 """A GAN on scanned digits in 16-mixed precision: two optimizers, each with its own accumulation window and rhythm.
 
-The generator steps in every second effective step, with the mean over both; the discriminator in each. Claim, checked at
-the end: four micro-batches of 16 make the same updates of both networks as batches of 64, up to the rounding of fp16,
-although every step of the discriminator may move the loss scale under the generator's open window. Without a GPU a CPU
-GradScaler stands in.
+The generator steps in every second effective step, with the mean over both; the discriminator in each. Claim, checked
+at the end: four micro-batches of 16 make the same updates of both networks as batches of 64, up to the rounding of
+fp16, although every step of the discriminator may move the loss scale under the generator's open window. Without a GPU
+a CPU GradScaler stands in.
 """
 
 from __future__ import annotations

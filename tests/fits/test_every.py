@@ -278,3 +278,18 @@ def test_a_step_by_hand_inside_a_long_window_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match=r"`SGD.step\(\)` was called by hand"):
         train([1, 4], module=Steps())
+
+
+class SeesFirst(Two):
+    """The loss of `b` uses `a`, which may have stepped in this micro-batch."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        self.accumulate(batch * self.a, optimizer=first)
+        self.accumulate(batch * self.b * self.a, optimizer=second)
+
+
+def test_the_order_of_steps_matters_where_an_effective_step_has_several_micro_batches() -> None:
+    train([4, 1], module=SeesFirst())  # each of the second one's windows is one micro-batch, which sees one `a`
+    with pytest.warns(UserWarning, match="An optimizer stepped, and then another one's loss"):
+        train([4, 1], factor=2, module=SeesFirst())
