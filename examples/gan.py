@@ -1,7 +1,9 @@
-"""A GAN on scanned digits in 16-mixed precision: two optimizers, each with its own accumulation window.
+"""A GAN on scanned digits in 16-mixed precision: two optimizers, each with its own accumulation window and rhythm.
 
-Claim, checked at the end: four micro-batches of 16 make the same updates of both networks as batches of 64, up to the
-rounding of fp16, although both optimizers move one loss scale. Without a GPU a CPU GradScaler stands in.
+The generator steps in every second effective step, with the mean over both; the discriminator in each. Claim, checked
+at the end: four micro-batches of 16 make the same updates of both networks as batches of 64, up to the rounding of
+fp16, although every step of the discriminator may move the loss scale under the generator's open window. Without a GPU
+a CPU GradScaler stands in.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_accum import AccumulationMixin, EffectiveStep
+from lightning_accum import AccumulationMixin, AccumulationScheduler, EffectiveStep
 
 EPOCHS, BATCH, LATENT = 2, 64, 16
+EVERY = [2, 1]  # effective steps that the generator's and the discriminator's windows span
 
 
 class Gan(AccumulationMixin, L.LightningModule):
@@ -31,7 +34,7 @@ class Gan(AccumulationMixin, L.LightningModule):
         g, d = self.optimizers()
         with g.toggle_model():  # the generator's loss runs through the discriminator, and must leave no gradient there
             fakes = self.generator(noise)
-            # `more=True`: its window closes when training_step ends, so that both losses see both networks unmoved.
+            # `more=True`: it steps when training_step ends, so that both losses see both networks unmoved.
             self.accumulate(self.loss(fakes, real=True), weight=len(images), optimizer=g, more=True)
         with d.toggle_model():
             loss = (self.loss(images, real=True) + self.loss(fakes.detach(), real=False)) / 2
@@ -59,8 +62,9 @@ def train(factor: int) -> tuple[Gan, Tensor]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=50)
     precision = {"precision": "16-mixed"} if gpu else {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
     trainer = L.Trainer(
-        accelerator="gpu" if gpu else "cpu", devices=1, max_epochs=EPOCHS, accumulate_grad_batches=factor, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **precision,
+        accelerator="gpu" if gpu else "cpu", devices=1, max_epochs=EPOCHS, logger=False, enable_checkpointing=False,
+        callbacks=[AccumulationScheduler(factor, every=EVERY)], enable_progress_bar=False, enable_model_summary=False,
+        **precision,
     )  # fmt: skip
     trainer.fit(module, DataLoader(data, batch_size=BATCH // factor))
     return module, nn.utils.parameters_to_vector(module.parameters()).detach().cpu() - before
@@ -71,6 +75,7 @@ if __name__ == "__main__":
     distance = ((moved_small - moved_big).norm() / moved_big.norm()).item()
     print(f"steps of both networks: {big.steps} at once, {small.steps} accumulated, {small.skipped_steps} skipped")
     print(f"distance of the updates, relative to their length: {distance:.1e}")
-    assert big.steps == small.steps == [EPOCHS * -(-1797 // BATCH)] * 2
+    windows = -(-1797 // BATCH)  # of an epoch; its end also ends the generator's window
+    assert big.steps == small.steps == [EPOCHS * -(-windows // span) for span in EVERY]
     assert moved_big.norm() > 1
     assert distance < 1e-2, "more than the rounding of fp16"

@@ -9,8 +9,8 @@ from lightning_accum.callbacks.validation import ValidateEveryNSteps
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.equivalence.report import EquivalenceReport, check_equivalence
 from lightning_accum.mixin import AccumulationMixin
+from lightning_accum.schedule.estimate import accumulation_plan, estimated_stepping_batches
 from lightning_accum.schedule.plan import AccumulationPlan
-from lightning_accum.schedule.resolve import accumulation_plan, estimated_stepping_batches
 from lightning_accum.scheduler import AccumulationScheduler
 from lightning_accum.seams.window_length import opens_window
 

@@ -1,4 +1,4 @@
-"""The scheduler that the mixin attaches for one fit, where the user has none among the callbacks."""
+"""What the mixin attaches: wrappers to a user's class, and for one fit a scheduler, where the user has none."""
 
 from __future__ import annotations
 
@@ -7,10 +7,24 @@ from typing import TYPE_CHECKING
 from lightning_accum.checks import refusals
 from lightning_accum.scheduler import AccumulationScheduler
 from lightning_accum.seams import hooks, loop
-from lightning_accum.seams.roots import CALLBACKS
+from lightning_accum.seams.roots import CALLBACKS, LIGHTNING_MODULES
+from lightning_accum.step.manual import run_training_step
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule
+
+
+def wrap_hooks(cls: type, mixin: type) -> None:
+    """Wrap the hooks of a class with the mixin that must work without a ``super()`` call, or uncompiled.
+
+    Raises MisconfigurationException if the mixin comes after LightningModule among its bases.
+    """
+    bases = cls.__mro__
+    if any(bases.index(base) < bases.index(mixin) for base in LIGHTNING_MODULES if base in bases):
+        raise refusals.mixin_comes_second(cls)
+    hooks.wrap(cls, "training_step", run_training_step)
+    hooks.wrap(cls, "configure_callbacks", with_scheduler)
+    hooks.wrap(cls, "log", hooks.run_uncompiled)
 
 
 def with_scheduler(module: LightningModule, configure_callbacks: hooks.Hook) -> list[Callback]:

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_accum.attach import with_scheduler
+from lightning_accum.attach import wrap_hooks
 from lightning_accum.checks import refusals
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.seams import hooks
-from lightning_accum.seams.roots import LIGHTNING_MODULES, LightningModule
+from lightning_accum.seams.roots import LightningModule
 from lightning_accum.seams.window_length import opens_window
 from lightning_accum.split import cached, retry
 from lightning_accum.split.batch import SplitBatch, own_cuts
@@ -22,7 +22,7 @@ from lightning_accum.step.manual_fit import ModuleState
 if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
-    from lightning_accum.checks.lists import OneOrMore
+    from lightning_accum.checks.lists import AnOptimizer, OneOrMore
     from lightning_accum.step.manual import ManualStep
 
     _Module = LightningModule
@@ -70,12 +70,7 @@ class AccumulationMixin(_Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Check the order of the bases, and wrap what must work without a ``super()`` call, or uncompiled."""
         super().__init_subclass__(**kwargs)
-        bases = cls.__mro__
-        if any(bases.index(base) < bases.index(AccumulationMixin) for base in LIGHTNING_MODULES if base in bases):
-            raise refusals.mixin_comes_second(cls)
-        hooks.wrap(cls, "training_step", _run_training_step)
-        hooks.wrap(cls, "configure_callbacks", with_scheduler)
-        hooks.wrap(cls, "log", hooks.run_uncompiled)
+        wrap_hooks(cls, AccumulationMixin)
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
@@ -111,6 +106,17 @@ class AccumulationMixin(_Module):
         """Whether the present micro-batch opens an accumulation window; False outside of a fit."""
         step = self._accumulation.step
         return step is not None and opens_window(step.trainer)
+
+    def is_due(self, optimizer: AnOptimizer) -> bool:
+        """Whether an optimizer steps at the end of the present effective step; False outside of a fit.
+
+        With ``AccumulationScheduler(..., every=[4, 1])`` the first one is due in every 4th, and at an epoch's end.
+        Leave its forward out where it is not, to learn from the last effective step's data alone. The answer is the
+        same in all micro-batches of an effective step; but a loader without a length tells an epoch's end only at its
+        last one. Raises ValueError for another module's optimizer.
+        """
+        step = self._accumulation.step
+        return step is not None and step.is_due(optimizer)
 
     @hooks.uncompiled
     def accumulate(
@@ -235,13 +241,6 @@ class AccumulationMixin(_Module):
             super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         else:
             step.optimizer_step.clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-
-def _run_training_step(module: AccumulationMixin, training_step: hooks.Hook, *args: object, **kwargs: object) -> object:
-    step = module._accumulation.step
-    if step is None or step.micro_batch is not None:  # inside a hook on the object, which runs around the class's
-        return training_step(*args, **kwargs)
-    return step.run(training_step, *args, **kwargs)
 
 
 def _running_step(module: AccumulationMixin, call: str) -> ManualStep:

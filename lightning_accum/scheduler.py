@@ -18,7 +18,7 @@ from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.roots import SIGTERM_EXCEPTIONS, Callback
 from lightning_accum.step import resume
 from lightning_accum.step.doors import choose_door
-from lightning_accum.step.engine import Door, Engine, Options
+from lightning_accum.step.engine import Door, Engine
 from lightning_accum.step.guards import check_first_backward
 from lightning_accum.window import checkpoint as checkpoints
 from lightning_accum.window.placement import WindowPlacement
@@ -55,13 +55,17 @@ class AccumulationScheduler(AssignableSchedule, Callback):
             a resumed fit loses nothing. Without them the window continues with the micro-batches that are left.
         sync_each_micro_batch: reduce gradients over the ranks after every micro-batch instead of once per window: less
             memory under sharding, more communication, the same update. Needs the mixin.
+        every: effective steps that each optimizer's own window spans, in the order of ``configure_optimizers``. With
+            ``[4, 1]`` the first one steps in every 4th, with the mean over all four, and the second one in each. One
+            must be 1. An epoch's end cuts a window short, see ``partial_window``. Needs the mixin.
 
     Raises:
         TypeError: a factor or start that is not an int, a mapping of names, or a ``weight_fn`` that is not callable.
-        ValueError: an empty mapping, a factor below 1, a negative start, an unknown interval or ``partial_window``.
+        ValueError: an empty mapping, a factor below 1, a negative start, an unknown word; ``every`` without a 1.
         MisconfigurationException: both or none of ``scheduling`` and ``effective_batch_size``; at fit start, a setting
             that does not fit: the Trainer's own factor, another scheduler, a strategy with its own accumulation, a
-            closure optimizer, manual optimization without the mixin, a loader without a ``batch_size``.
+            closure optimizer, manual optimization without the mixin, a loader without a ``batch_size``, too few or too
+            many optimizers for ``every``.
 
     Example:
         >>> import lightning as L
@@ -82,8 +86,9 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         accumulate_in_float32: bool = False,
         save_gradients: bool = True,
         sync_each_micro_batch: bool = False,
+        every: list[int] | None = None,
     ) -> None:
-        check_options(partial_window, weight_fn)
+        check_options(partial_window, weight_fn, every)
         check_bools(accumulate_in_float32=accumulate_in_float32, save_gradients=save_gradients)
         check_bools(sync_each_micro_batch=sync_each_micro_batch)
         self._request(scheduling, effective_batch_size, interval)
@@ -91,6 +96,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         self.weight_fn = weight_fn
         self.save_gradients = save_gradients
         self.sync_each_micro_batch = sync_each_micro_batch
+        self.every = None if every is None else list(every)
         self.is_attached = False  # by the mixin, for one fit
         self.gradients, self.flags = WindowGradients(accumulate_in_float32), TrainerFlags()
         hooks.leave_out(self, "on_before_backward", "on_after_backward", "on_before_zero_grad")
@@ -98,7 +104,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
 
     def _reset(self) -> None:
         self.gradients.end()
-        self.progress, self._door = Progress(), Door()
+        self.progress, self._door = Progress(every=tuple(self.every or ())), Door()
         self._placement = WindowPlacement(self.schedule, self.partial_window, self.progress, self.flags)
         self._restored: State | None = None  # from a checkpoint, until training starts
         self._has_failed = False
@@ -119,9 +125,8 @@ class AccumulationScheduler(AssignableSchedule, Callback):
             return
         refusals.refuse_at_setup(trainer, sync_each=self.sync_each_micro_batch)
         self._reset()
-        self.progress.load_state_dict(checkpoints.new_state(trainer))  # stays, if no epoch is left
-        options = Options(self.weight_fn, self.partial_window, self.save_gradients, self.sync_each_micro_batch)
-        self._engine = Engine(trainer, pl_module, options, self.progress, self.gradients, self.flags, self)
+        self.progress.load_state_dict(checkpoints.new_state(trainer, self.progress.every))  # stays, if no epoch is left
+        self._engine = Engine(trainer, pl_module, self.progress, self.gradients, self.flags, self)
         self._door = choose_door(self._engine, pl_module)
         self._placement.begin_fit(trainer, pl_module)
 
@@ -141,10 +146,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         state = self._restore(trainer)
         self._door.start()
         resume.finish_batch_after_start(self._engine, self._door, state)
-        refusals.refuse_unequal_loaders(trainer)
-        schedule = self._placement.schedule
-        advice.warn_at_start(trainer, pl_module, schedule, self.partial_window)
-        self._engine.unweighted_warning = advice.unequal_micro_batches(trainer, schedule, self.partial_window) or ""
+        self._engine.check_at_start(self._placement.schedule)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -163,11 +165,10 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         if self._engine.ranks.size > 1:
             refusals.refuse_unequal_ends(trainer)
         place = loop.place_in_epoch(trainer, batch_idx)
-        opens = self._placement.begin_batch(trainer, place, extends_overdue=self._door.extends_overdue)
-        inside = self.flags.hold_logs(trainer)
-        if opens:
+        if opens := self._placement.begin_batch(trainer, place, extends_overdue=self._door.extends_overdue):
             self.gradients.start(trainer.optimizers)  # BackboneFinetuning adds parameters between windows
             self._engine.guard_open_window()
+        inside = self.flags.hold_logs(trainer)
         if opens or not inside:  # the end of a micro-batch matters to us where a window ends, and where an epoch does
             hooks.pass_over(self, "on_train_batch_end", inside and self._placement.is_inside_epoch(trainer))
         self._door.begin_batch(batch)
@@ -220,7 +221,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
 
     def _restore(self, trainer: Trainer) -> State:
         """Go on where the checkpoint was made; without one, where Lightning's own counter stands."""
-        state, self._restored = self._restored or checkpoints.new_state(trainer), None
+        state, self._restored = self._restored or checkpoints.new_state(trainer, self.progress.every), None
         self.progress.load_state_dict(state)
         self._placement.resume(trainer, state["window"])
         advice.warn_of_lost_gradients(checkpoints.restore_gradients(trainer, self.progress, self.gradients, state))

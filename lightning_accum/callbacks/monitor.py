@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_accum.callbacks._epoch_loss import EpochLoss
 from lightning_accum.callbacks._pictured import PicturedCallback
 from lightning_accum.effective_step import EffectiveStep
-from lightning_accum.schedule import resolve
+from lightning_accum.schedule import estimate, resolve
 from lightning_accum.schedule.epoch import Epoch, epoch_of
 from lightning_accum.schedule.plan import AccumulationPlan
 from lightning_accum.seams import hooks, logs, loop
@@ -193,7 +193,7 @@ def show_in_bar(bar: ProgressBar) -> None:
 
 
 def _show_plan(trainer: Trainer) -> None:
-    plan = resolve.plan_of(trainer, len(trainer.optimizers))
+    plan = estimate.plan_of(trainer, len(trainer.optimizers))
     if plan is None:
         schedule = resolve.schedule_of(trainer)
         rank_zero_info(f"{_TITLE}: factor {schedule}; the number of windows is not known in advance.")

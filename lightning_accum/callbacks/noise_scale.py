@@ -164,8 +164,10 @@ class NoiseScaleMonitor(AccumulationCallback):
             return
         weight = float(step.weight)  # a number already: the step has needed it
         window = WindowNoise.of(weighted, measured.total, weight, contributions)
-        place = current_window(trainer)
-        in_window = samples(trainer, place.opened_at, loop.ready_batches(trainer))
+        ready, batch = loop.ready_batches(trainer), loop.all_batches(trainer)
+        # With `every` the optimizer's own window may have opened before.
+        opened_at = min(current_window(trainer).opened_at, ready - 1 - (batch - (measured.first or batch)))
+        in_window = samples(trainer, opened_at, ready)
         estimate = self._estimates.setdefault(step.optimizer_idx, NoiseEstimate(self.decay))
         estimate.add(window, weight, weight if in_window is None else in_window, counts)
         self._not_logged.add(step.optimizer_idx)

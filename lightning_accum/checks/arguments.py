@@ -10,46 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_accum.checks.rhythm import check_every
 from lightning_accum.gradients.buffers import any_gradient
 from lightning_accum.gradients.foreign import LeftGradients
 from lightning_accum.schedule.factors import PartialWindow, refuse_unknown
 from lightning_accum.schedule.validate import positive_int
-from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS, MisconfigurationException
+from lightning_accum.seams.roots import MisconfigurationException
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-    from lightning.pytorch.core.optimizer import LightningOptimizer
-
-
-def optimizer_position(optimizer: Optimizer | LightningOptimizer | None, optimizers: list[Optimizer], call: str) -> int:
-    """Return the optimizer's position in ``configure_optimizers``.
-
-    Args:
-        optimizer: raw or wrapped by Lightning; None if the module has only one.
-        optimizers: the Trainer's, in that order.
-        call: how the user's call begins, for errors: ``"accumulate(loss"``.
-
-    Raises:
-        ValueError: None among several optimizers, or an optimizer that is not the Trainer's.
-    """
-    if optimizer is None:
-        if len(optimizers) == 1:
-            return 0
-        raise ValueError(
-            f"`{call})`: the module has {len(optimizers)} optimizers. Pass the one that the loss is for:"
-            f" `{call}, optimizer=self.optimizers()[0])`."
-        )
-    if isinstance(optimizer, (list, tuple)):
-        raise TypeError(f"`{call}, optimizer=[...])`: takes one optimizer. Only `accumulate` takes several.")
-    unwrapped = optimizer.optimizer if isinstance(optimizer, LIGHTNING_OPTIMIZERS) else optimizer
-    for position, candidate in enumerate(optimizers):
-        if candidate is unwrapped:
-            return position
-    given = type(unwrapped).__name__ if isinstance(unwrapped, Optimizer) else repr(unwrapped)
-    raise ValueError(
-        f"`{call}, optimizer={given})`: not one of the optimizers that `configure_optimizers`"
-        " returned. Take it from `self.optimizers()`."
-    )
 
 
 def check_loss(loss: object, given: str = "accumulate(loss)") -> None:
@@ -77,10 +46,11 @@ def check_weight_fn(weight_fn: object) -> None:
         )
 
 
-def check_options(partial_window: object, weight_fn: object) -> None:
+def check_options(partial_window: object, weight_fn: object, every: object) -> None:
     """Raise unless these options of AccumulationScheduler are what they accept."""
     refuse_unknown("partial_window", partial_window, PartialWindow)
     check_weight_fn(weight_fn)
+    check_every(every)
 
 
 def check_bools(**options: object) -> None:
@@ -226,7 +196,7 @@ def as_weight(weight: object, device: torch.device, name: str = "weight") -> flo
         TypeError: not a number.
         ValueError: negative or not finite (a number, or a CPU tensor), or a tensor that is not of shape ``()``.
     """
-    if type(weight) in (int, float) and 0 <= weight < math.inf:  # type: ignore[operator] # most weights, at once
+    if type(weight) in (int, float) and 0 <= weight < 1e300:  # type: ignore[operator] # most weights, at once
         return float(weight)  # type: ignore[arg-type]
     if isinstance(weight, Tensor):
         if weight.is_complex():

@@ -63,9 +63,9 @@ def refuse_strategy(trainer: Trainer) -> None:
         )
 
 
-def refuse_without_mixin(**options: bool | str) -> None:
+def refuse_without_mixin(**options: bool | str | list[int] | None) -> None:
     """Raise if an option of AccumulationScheduler needs AccumulationMixin. Options at their defaults do not."""
-    given = [f"{name}={value!r}" for name, value in options.items() if value not in (False, "average")]
+    given = [f"{name}={value!r}" for name, value in options.items() if value not in (False, "average", None)]
     if given:
         raise MisconfigurationException(
             f"`AccumulationScheduler({given[0]})` needs AccumulationMixin: in automatic optimization Lightning runs"

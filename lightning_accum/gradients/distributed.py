@@ -174,6 +174,12 @@ class Ranks:
         """
         return isinstance(self._trainer.strategy.model, DistributedDataParallel)
 
+    @property
+    def finds_unused(self) -> bool:
+        """Whether a synced backward may leave parameters out; otherwise DDP's reducer waits for those forever."""
+        model = self._trainer.strategy.model
+        return not isinstance(model, DistributedDataParallel) or model.find_unused_parameters
+
     def zero_backward(self, parameters: Iterable[Tensor]) -> None:
         """Take part in the window's synced backward without a contribution; gradients change by the sync alone."""
         if self.is_sharded:

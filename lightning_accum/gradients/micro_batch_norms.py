@@ -54,7 +54,8 @@ class Measured:
         micro_batches: how many there were, those without a weight included.
         total: ``|gradient|^2`` of the whole window, once it is complete.
         obstacle: why the contributions are no samples of one gradient, if they are not.
-        last: the loader batch of the last contribution.
+        first: the loader batch of the first contribution; 0 before there is one.
+        last: that of the last one.
     """
 
     weighted: Weight = 0.0
@@ -62,6 +63,7 @@ class Measured:
     micro_batches: int = 0
     total: Tensor | None = None
     obstacle: Obstacle | None = None
+    first: int = 0
     last: int = -1
 
 
@@ -129,7 +131,7 @@ class MicroBatchNorms:
         measured = self.measured[optimizer]
         if opens_batch and measured.last == batch:
             measured.obstacle = "several losses"
-        measured.last = batch
+        measured.first, measured.last = measured.first or batch, batch
 
     def _see(self, optimizer: Optimizer, parameter: Tensor, gradient: Tensor) -> None:
         running = self._running

@@ -167,8 +167,9 @@ class _Argument:
                 key = int(key)
         if isinstance(key, str):
             raise TypeError(
-                f"{self._call}: the start {key!r} is not a number. There is one factor for all optimizers. To step an"
-                " optimizer less often, call `accumulate` for it only in the windows that are meant for it."
+                f"{self._call}: the start {key!r} is not a number. Optimizers have no names here. For a rhythm of each"
+                " give `every`, in the order of `configure_optimizers`: with `AccumulationScheduler(2, every=[1, 2])`"
+                " the first one steps after 2 micro-batches, the second one after 4."
             )
         # For Python `True` is the int 1: `{True: 2}` would silently start at 1.
         if isinstance(key, bool) or not isinstance(key, int):
@@ -180,7 +181,7 @@ class _Argument:
     def _number(self, number: object, what: str) -> int:
         must_be = f"the {what} must be an int >= 1, got {number!r}"
         if isinstance(number, list | tuple):
-            must_be += "; there is one factor for all optimizers"
+            must_be += "; a rhythm for each optimizer is `every`: `AccumulationScheduler(1, every=[4, 1])`"
         if self.name == "scheduling" and isinstance(number, int):
             must_be += "; 1 means no accumulation"
         return positive_int(number, _call(**{self.name: self.value}), must_be)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
 from lightning_accum.schedule.epoch import Epoch
 from lightning_accum.schedule.factors import PartialWindow, Schedule
+from lightning_accum.schedule.rhythm import with_steps
 from lightning_accum.schedule.walk import Stretch, merge, walk
 from lightning_accum.seams.plotting import figure_and_axes
 
@@ -38,6 +40,11 @@ class AccumulationPlan:
     def effective_steps(self) -> int:
         """Windows closed in the whole training."""
         return sum(row.windows for row in self.rows)
+
+    @property
+    def optimizer_steps(self) -> tuple[int, ...]:
+        """Steps of each optimizer in the whole training; without ``every`` it is empty."""
+        return tuple(map(sum, zip(*(row.steps for row in self.rows), strict=True)))
 
     def plot(self, ax: Axes | None = None) -> tuple[Figure, Axes]:
         """Draw the factor and the effective batch over effective steps and over samples.
@@ -92,7 +99,8 @@ class AccumulationPlan:
         """Return the table's cells: its header, then its rows; of a long table the first rows and the last one."""
         in_samples = ("effective batch", "from sample") if self.samples_per_factor else ()
         named = ("epochs", "factor", "windows per epoch", _PARTIAL_WINDOW[self.partial_window], "from effective step")
-        header = (*named, *in_samples)
+        of_optimizers = (f"steps of optimizer {i}" for i in range(len(self.optimizer_steps)))
+        header = (*named, *in_samples, *of_optimizers)
         if len(self.rows) <= _SHOWN_ROWS:
             return [header, *map(self._cells, self.rows)]
         first = map(self._cells, self.rows[: _SHOWN_ROWS - 1])
@@ -110,7 +118,7 @@ class AccumulationPlan:
             f"{row.factor}",
             _span(windows),
             _span(rests),
-            *map(str, (row.first_step, *in_samples)),
+            *map(str, (row.first_step, *in_samples, *row.steps)),
         )
 
     def __str__(self) -> str:
@@ -133,9 +141,38 @@ def _apart(numbers: Iterable[float], place: Callable[[float], float], distance: 
     return shown
 
 
-def plan_for(
-    schedule: Schedule, epoch: Epoch, epochs: float, partial_window: PartialWindow, max_windows: float
-) -> AccumulationPlan:
-    """Return the plan of a fit whose factors and epochs are known."""
-    rows = merge(walk(schedule, epoch, epochs, partial_window, max_windows))
-    return AccumulationPlan(tuple(rows), partial_window, (epoch.micro_batch_size or 0) * epoch.ranks)
+@dataclass(frozen=True)
+class Fit:
+    """A fit whose factors and epochs are known.
+
+    Args:
+        schedule: the factors.
+        epoch: the size of each epoch.
+        epochs: how many.
+        partial_window: how a partial window at an epoch's end is handled.
+        every: effective steps that each optimizer's own window spans; empty: one.
+    """
+
+    schedule: Schedule
+    epoch: Epoch
+    epochs: float
+    partial_window: PartialWindow
+    every: tuple[int, ...] = ()
+
+    def plan(self, max_windows: float) -> AccumulationPlan:
+        """Return its plan, if it ends after so many effective steps at the latest."""
+        rows = tuple(merge(self._walk(max_windows)))
+        return AccumulationPlan(rows, self.partial_window, (self.epoch.micro_batch_size or 0) * self.epoch.ranks)
+
+    def steps_in(self, windows: int) -> tuple[int, ...]:
+        """Return how often each optimizer steps in so many effective steps; an epoch without a length never ends."""
+        if self.epoch.batches == inf:
+            return tuple(windows // span for span in self.every)
+        walked = [stretch.steps for stretch in self._walk(windows)]
+        return tuple(sum(steps[i] for steps in walked) for i in range(len(self.every)))
+
+    def _walk(self, max_windows: float) -> Iterable[Stretch]:
+        stretches = walk(self.schedule, self.epoch, self.epochs, self.partial_window, max_windows)
+        if not self.every:
+            return stretches
+        return with_steps(stretches, self.every, int(self.epoch.batches), self.partial_window)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby
 from math import gcd, inf
+from operator import add
 
 from lightning_accum.schedule.epoch import Epoch
 from lightning_accum.schedule.factors import PartialWindow, Schedule
@@ -27,6 +28,7 @@ class Stretch:
         carries: whether a partial window goes on in the next epoch.
         first_step: effective steps before it.
         first_sample: samples seen before it, on all ranks; 0 if the micro-batch size is unknown.
+        steps: how often each optimizer steps in it, if they have rhythms of their own; otherwise empty.
     """
 
     first_epoch: int
@@ -39,6 +41,7 @@ class Stretch:
     carries: bool
     first_step: int
     first_sample: int
+    steps: tuple[int, ...] = ()
 
     @property
     def epochs(self) -> int:
@@ -229,4 +232,5 @@ def _join(row: Stretch, after: Stretch) -> Stretch:
         micro_batches=row.micro_batches + after.micro_batches,
         windows=row.windows + after.windows,
         rest=after.rest,
+        steps=tuple(map(add, row.steps, after.steps)),
     )

@@ -24,7 +24,7 @@ def choose_door(engine: Engine, module: LightningModule) -> Door:
     refusals.refuse_two_factors(engine.trainer)
     options = engine.options
     refusals.refuse_without_mixin(
-        sync_each_micro_batch=options.sync_each_micro_batch, partial_window=options.partial_window
+        sync_each_micro_batch=options.sync_each_micro_batch, partial_window=options.partial_window, every=options.every
     )
     order.call_first_before_steps(
         engine.trainer, engine.scheduler

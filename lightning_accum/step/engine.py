@@ -6,41 +6,31 @@ They differ only in what runs the backward and the optimizer step: Lightning, or
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_accum.checks import advice
+from lightning_accum.checks import advice, refusals
 from lightning_accum.checks.arguments import as_weight, check_total_weight, refuse_lost_gradients
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, witness
 from lightning_accum.gradients.distributed import Ranks
 from lightning_accum.gradients.precision import LOW_PRECISION, real_divisor
 from lightning_accum.gradients.window import WindowGradients
-from lightning_accum.schedule.factors import PartialWindow, Schedule
+from lightning_accum.schedule.factors import Schedule
 from lightning_accum.seams import hooks
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.roots import rank_zero_warn
+from lightning_accum.step.options import Options
 from lightning_accum.window.progress import Progress, State
 from lightning_accum.window.state import Accumulator, Phase
-from lightning_accum.window.values import Contribution, Totals
+from lightning_accum.window.values import Contribution, Span, Totals
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
-
-
-@dataclass(frozen=True)
-class Options:
-    """What an AccumulationScheduler was asked for, apart from the schedule; its arguments of the same names."""
-
-    weight_fn: Callable[[Any], Any] | None
-    partial_window: PartialWindow
-    save_gradients: bool
-    sync_each_micro_batch: bool
 
 
 class Engine:
@@ -49,7 +39,6 @@ class Engine:
     Args:
         trainer: the Trainer of the fit.
         module: the module that is trained.
-        options: of the scheduler.
         progress: of the training.
         gradients: of the open window.
         flags: the Trainer's own.
@@ -60,14 +49,14 @@ class Engine:
         self,
         trainer: Trainer,
         module: LightningModule,
-        options: Options,
         progress: Progress,
         gradients: WindowGradients,
         flags: TrainerFlags,
         scheduler: Callback,
     ) -> None:
-        self.trainer, self.module, self.options, self.progress = trainer, module, options, progress
+        self.trainer, self.module, self.progress = trainer, module, progress
         self.gradients, self.flags, self.scheduler = gradients, flags, scheduler
+        self.options = options = Options.of(scheduler)
         self.ranks = Ranks(trainer, module, sync_each=options.sync_each_micro_batch)
         self.optimizers: list[Optimizer] = []  # of the present micro-batch; asking Lightning takes three calls
         self.batch = 0  # the present micro-batch, counted over the whole training from 1
@@ -81,6 +70,13 @@ class Engine:
             rank_zero_warn(self.unweighted_warning)
             self.unweighted_warning = ""
         return 1.0 if default is None else default
+
+    def check_at_start(self, schedule: Schedule) -> None:
+        """Refuse and warn about what is known when training starts."""
+        trainer, partial_window = self.trainer, self.options.partial_window
+        refusals.refuse_unequal_loaders(trainer)
+        advice.warn_at_start(trainer, self.module, schedule, partial_window)
+        self.unweighted_warning = advice.unequal_micro_batches(trainer, schedule, partial_window) or ""
 
     # From a contribution to the counted window, in this order
 
@@ -104,14 +100,18 @@ class Engine:
             gradients.measure(optimizer, weight, scale / divided_by, self.batch, opens_batch=opens_batch)
         return scale
 
-    def length(self, dtype: torch.dtype, pieces: int) -> float:
+    def length(self, dtype: torch.dtype, pieces: int, span: Span) -> float:
         """Micro-batches that the window is announced to hold, as the division by it is rounded in this dtype."""
         if self.gradients.in_float32:  # a sum in float32 stays in range
             return 1 / pieces
-        divisor = int(self.trainer.accumulate_grad_batches) * pieces
+        divisor = self.announced(span) * pieces
         if dtype in LOW_PRECISION and self.ranks.size == 1:
             return real_divisor(divisor, dtype) / pieces
         return divisor / pieces
+
+    def announced(self, span: Span) -> int:
+        """Micro-batches that a window of this span is announced to hold; the same on all ranks."""
+        return (span.factor or int(self.trainer.accumulate_grad_batches)) * span.steps
 
     def end_backward(self, window: Accumulator, *, synced: bool) -> None:
         """Count the announced contribution; its gradient is in ``.grad``."""
@@ -145,10 +145,10 @@ class Engine:
         """Note whether the present micro-batch has announced more contributions than it has made."""
         self.progress.awaited_batch = self.batch if more else 0
 
-    def report(self, window: Accumulator, grad_norm: Tensor | None = None) -> EffectiveStep:
-        """Return what the window reports after its step."""
+    def report(self, window: Accumulator, grad_norm: Tensor | None = None, *, late: bool = False) -> EffectiveStep:
+        """Return what the window reports after its step; ``late``: if its last effective step was counted before."""
         return EffectiveStep(
-            index=self.progress.effective_step,
+            index=self.progress.effective_step - late,
             loss=window.mean_loss,
             weight=window.totals.weight,
             micro_batches=window.micro_batches,
@@ -163,7 +163,7 @@ class Engine:
         Args:
             at: micro-batches of the epoch begun so far; None if it closes between two micro-batches.
         """
-        self.progress.close()
+        self.progress.close(int(self.trainer.accumulate_grad_batches))
         if at is not None:
             self.progress.closed_batch = self.batch
         if self.trainer.accumulate_grad_batches is self.flags.written:

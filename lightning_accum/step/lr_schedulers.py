@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
+from lightning_accum.checks.rhythm import without_frequencies
 from lightning_accum.seams import logs, loop, restart
 from lightning_accum.seams.hooks import Hook
 from lightning_accum.seams.roots import MisconfigurationException, rank_zero_warn
@@ -34,7 +35,7 @@ class LRSchedulers:
         """Wrap ``configure_optimizers``: monitors are noted here and kept from Lightning, which would drop them."""
 
         def record() -> object:
-            configured = configure_optimizers()
+            configured = without_frequencies(configure_optimizers())
             if configured is None:
                 return None
             warn_of_missing_intervals(configured)

@@ -9,29 +9,31 @@ import torch
 from torch import Tensor
 
 from lightning_accum import effective_step
-from lightning_accum.checks import arguments, lists, refusals
+from lightning_accum.checks import arguments, lists
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight
 from lightning_accum.seams import hooks, loop
 from lightning_accum.seams.backward import UnheardBackward
 from lightning_accum.step import several
+from lightning_accum.step.calls import Calls
 from lightning_accum.step.clean import CleanGradients
 from lightning_accum.step.engine import Engine
 from lightning_accum.step.guards import HandStepGuard
 from lightning_accum.step.lr_schedulers import LRSchedulers
 from lightning_accum.step.micro_batch import WHOLE, MicroBatch, Piece
 from lightning_accum.step.optimizer_step import OptimizerStep
-from lightning_accum.step.slips import CallWatch, GradientWatch, OrderWatch
+from lightning_accum.step.slips import GradientWatch, OrderWatch
+from lightning_accum.window.rhythm import is_due
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-    from lightning_accum.checks.lists import AnOptimizer, OneOrMore
+    from lightning_accum.checks.lists import OneOrMore
 
 
-class ManualStep:
+class ManualStep(Calls):
     """Runs the backwards and the optimizer steps of a module that has the mixin.
 
     Args:
@@ -41,15 +43,14 @@ class ManualStep:
     """
 
     def __init__(self, engine: Engine, module: LightningModule, lr_schedulers: LRSchedulers) -> None:
-        self.engine, self.module, self.trainer, self.ranks = engine, module, engine.trainer, engine.ranks
+        super().__init__(engine)
+        self.module, self.ranks = module, engine.ranks
         self.lr_schedulers = lr_schedulers
         self.gradient_watch, self.order_watch = GradientWatch(), OrderWatch()
         self.guard = HandStepGuard(engine.progress)
         self.optimizer_step = OptimizerStep(engine, module, self.gradient_watch)
         self._backward = UnheardBackward(engine.trainer, module)
-        self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
         self._clean = CleanGradients(engine)
-        self.calls = CallWatch()
 
     # One micro-batch, top to bottom
 
@@ -88,25 +89,26 @@ class ManualStep:
         self, loss: Tensor | None, weight: float | Tensor | None, optimizer: OneOrMore, *, more: bool
     ) -> EffectiveStep | None:
         """Add one contribution to an optimizer's window; step if it is the last one."""
-        windows, micro_batch = self._open_windows("accumulate(loss", optimizer)
+        is_list = isinstance(optimizer, (list, tuple))
+        each = lists.listed(optimizer, "accumulate(loss") if is_list else [optimizer]
+        opened = [self.open_window("accumulate(loss", one) for one in each]  # type: ignore[arg-type] # none is a list
         if more is not False:
             arguments.check_more(more)
-        last = micro_batch.closes and not more
         self.engine.progress.awaited_batch = self.engine.batch if more else 0
-        # A parameter of two of them needs its gradient twice, once for each window.
-        shares = len(windows) > 1 and several.share_parameters(self.engine, windows)
-        groups = [[window] for window in windows] if shares else [windows]
-        if loss is not None and micro_batch.learns:
+        groups = several.grouped(self.engine, opened) if len(opened) > 1 else [([opened[0][0]], opened[0][1].closes)]
+        if loss is not None and opened[0][1].learns:
             arguments.check_loss(loss)
             weighed = arguments.as_weight(weight, loss.device) if weight is not None else self.weigh(None, loss.device)
-            for group in groups:
-                self.contribute(group, loss, weighed, last=last, keeps_graph=more or group is not groups[-1])
-        if not last:
+            for group, closes in groups:
+                keeps_graph = more or group is not groups[-1][0]
+                self.contribute(group, loss, weighed, last=closes and not more, keeps_graph=keeps_graph)
+        if more:
             return None
-        if len(windows) > 1 or self.ranks.size > 1:
-            for group in groups:
-                several.complete(self.engine, self._clean, group)  # by one backward, as on the ranks that had a loss
-        return [self.step(window) for window in windows][-1]
+        if len(opened) > 1 or self.ranks.size > 1:
+            for group, closes in groups:
+                if closes:
+                    several.complete(self.engine, self._clean, group)  # by one backward, as on ranks that had a loss
+        return [self.step(window) if micro_batch.closes else None for window, micro_batch in opened][-1]
 
     def contribute(
         self,
@@ -167,8 +169,8 @@ class ManualStep:
             if window.index not in self.gradient_watch.seen:
                 self.gradient_watch.note(window.index, self.engine.optimizers[window.index])
 
-    def step(self, window: Accumulator) -> EffectiveStep | None:
-        """Take an optimizer's step with the window's weighted mean gradient."""
+    def step(self, window: Accumulator, *, late: bool = False) -> EffectiveStep | None:
+        """Take an optimizer's step with the window's weighted mean gradient; ``late`` as in `Engine.report`."""
         wrappers = self.module.optimizers()
         optimizer = wrappers[window.index] if isinstance(wrappers, list) else wrappers
         several.complete(self.engine, self._clean, [window])
@@ -183,26 +185,40 @@ class ManualStep:
         self.optimizer_step.before_zero_grad(optimizer.optimizer)
         self._clean.zero(window.index, optimizer.optimizer)
         window.end_step(moved=moved)
-        if len(self.engine.optimizers) > 1 and self.micro_batch is not None and window.batches > 1:
+        # More micro-batches than effective steps: one of these has several, whose losses should see the same weights.
+        is_wide = window.batches > window.span.steps
+        if len(self.engine.optimizers) > 1 and self.micro_batch is not None and is_wide:
             self.order_watch.note_step(self.module, optimizer.optimizer)
         if moved and self.trainer.lr_scheduler_configs:
             steps = window.history.steps
             self.lr_schedulers.after_optimizer_step(self.trainer, self.module, optimizer.optimizer, steps)
-        step = self.engine.report(window, self.optimizer_step.grad_norm)
+        step = self.engine.report(window, self.optimizer_step.grad_norm, late=late)
         effective_step.notify(self.trainer, self.module, step)
         return step
 
     def close_window(self, *, at: int | None) -> None:
-        """Step the optimizers whose windows are open, then count the window.
+        """Step the optimizers whose windows are open and due, then count the window.
 
         Args:
-            at: micro-batches of the epoch begun so far; None between two micro-batches.
+            at: micro-batches of the epoch begun so far; None between two micro-batches, where all are due.
         """
         progress, self.engine.optimizers = self.engine.progress, self.trainer.optimizers
         for i in range(len(self.engine.optimizers)):
-            if (window := progress.accumulator(i)).phase is not Phase.STEPPED:
+            if (window := progress.accumulator(i)).phase is Phase.STEPPED:
+                continue
+            if at is None or is_due(self.trainer, window):
                 self.step(window)
+            else:
+                self.engine.drop_if_failed(window)
         self.engine.close(at=at)
+
+    def end_long_windows(self) -> None:
+        """Step the optimizers whose windows are open behind the last effective step, which is counted already."""
+        self.engine.optimizers = self.trainer.optimizers
+        for window in list(self.engine.progress.window.accumulators.values()):
+            if window.span.passed:
+                self.step(window, late=True)
+        self.engine.progress.drop()
 
     def complete_epoch(self) -> None:
         """Do what is due at the epoch's last micro-batch, before a validation or a checkpoint; done once."""
@@ -214,36 +230,20 @@ class ManualStep:
 
     # Before a contribution
 
-    def _open_windows(self, call: str, optimizer: OneOrMore) -> tuple[list[Accumulator], MicroBatch]:
-        if not isinstance(optimizer, (list, tuple)):
-            window, micro_batch = self.open_window(call, optimizer)  # type: ignore[arg-type] # no sequence
-            return [window], micro_batch
-        opened = [self.open_window(call, one) for one in lists.listed(optimizer, call)]
-        return [window for window, _ in opened], opened[0][1]
-
-    def open_window(self, call: str, optimizer: AnOptimizer | None) -> tuple[Accumulator, MicroBatch]:
-        """Return the window and the micro-batch that a call is for; ``call`` is how the user's own begins."""
-        if self.micro_batch is None:
-            raise refusals.outside_training_step(call)
-        self.calls[call] += 1
-        optimizers = self.engine.optimizers
-        is_only_one = optimizer is None and len(optimizers) == 1
-        index = 0 if is_only_one else arguments.optimizer_position(optimizer, optimizers, call)
-        progress = self.engine.progress
-        window = progress.window.accumulators.get(index) or progress.accumulator(index)
-        if window.phase is Phase.STEPPED:
-            raise refusals.has_stepped(call)
-        return window, self.micro_batch
-
-    def weigh(self, weight: float | Tensor | None, device: torch.device, default: float | None = None) -> Weight:
-        """Return the weight that the user gave, checked; or else the micro-batch's own."""
-        if weight is None:
-            return self.engine.weigh(self.micro_batch and self.micro_batch.batch, device, default)
-        return arguments.as_weight(weight, device)
-
     def _begin(self, window: Accumulator, contribution: Contribution, dtype: torch.dtype) -> Weight:
         if self.gradient_watch.noted:
             self.gradient_watch.check(window.index)
         if window.phase is Phase.EMPTY and (self.ranks.size == 1 or len(self.engine.optimizers) > 1):
             self._clean.check(window.index)
-        return self.engine.begin_backward(window, contribution, self.engine.length(dtype, contribution.pieces))
+        return self.engine.begin_backward(
+            window, contribution, self.engine.length(dtype, contribution.pieces, window.span)
+        )
+
+
+def run_training_step(module: LightningModule, training_step: hooks.Hook, *args: object, **kwargs: object) -> object:
+    """Run the ``training_step`` of a class with the mixin, as the running fit's step does."""
+    step: ManualStep | None = module._accumulation.step  # type: ignore[union-attr,assignment]
+    # Not inside a hook on the object, which runs around the class's.
+    if step is None or step.micro_batch is not None:
+        return training_step(*args, **kwargs)
+    return step.run(training_step, *args, **kwargs)

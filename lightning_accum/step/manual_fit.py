@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from lightning_accum.checks import advice, refusals
+from lightning_accum.checks import advice, refusals, rhythm
 from lightning_accum.schedule.factors import Schedule
 from lightning_accum.seams import hooks, logs, loop, restart
 from lightning_accum.step import slips
@@ -67,6 +67,7 @@ class ManualDoor(Door):
     def begin_fit(self, schedule: Schedule) -> None:
         refusals.refuse_loader_iterator(self._module, schedule, weighs=self._engine.options.weight_fn is not None)
         refusals.refuse_closure_optimizers(self._trainer.optimizers, schedule, manual=True)
+        rhythm.refuse_other_optimizers(self._engine.progress.every, self._trainer.optimizers)
 
     @override
     def start(self) -> None:
@@ -119,12 +120,16 @@ class ManualDoor(Door):
 
     def _leave_window(self) -> None:
         """Handle a window that is open where its epoch ends, as `partial_window` asks."""
-        partial_window = self._engine.options.partial_window
-        if partial_window == "average":
-            self._step.close_window(at=None)
-            logs.advance_logger_step(self._trainer)
-        elif partial_window == "drop":
+        partial_window, trainer = self._engine.options.partial_window, self._trainer
+        if partial_window == "drop":
             self._engine.drop()
+        if partial_window != "average":
+            return
+        if self._engine.progress.holds_step:
+            self._step.close_window(at=None)
+            logs.advance_logger_step(trainer)
+        elif not 0 <= trainer.max_steps <= trainer.global_step:  # no step is left: a checkpoint keeps what it holds
+            self._step.end_long_windows()
 
     @override
     def before_save(self) -> State:
@@ -150,8 +155,8 @@ class ManualDoor(Door):
     @override
     def end_fit(self) -> None:
         progress = self._engine.progress
-        if self._engine.options.partial_window == "carry" and progress.window.is_pending:
-            advice.log_dropped_carry(progress.accumulator(0).micro_batches)
+        if (self._engine.options.partial_window == "carry" or progress.every) and progress.window.is_pending:
+            advice.log_dropped_carry(max(part.micro_batches for part in progress.window.accumulators.values()))
             self._engine.drop()
 
     @override

@@ -10,6 +10,7 @@ from lightning_accum.gradients.buffers import trainable, witness
 from lightning_accum.seams import hooks
 from lightning_accum.step.clean import CleanGradients
 from lightning_accum.step.engine import Engine
+from lightning_accum.step.micro_batch import MicroBatch
 from lightning_accum.window.state import Accumulator, Phase
 
 
@@ -17,6 +18,21 @@ def share_parameters(engine: Engine, windows: Sequence[Accumulator]) -> bool:
     """Whether a parameter is in two of these windows' optimizers."""
     optimizers = engine.trainer.optimizers
     return len(windows) > 1 and engine.gradients.share_parameters([optimizers[window.index] for window in windows])
+
+
+def grouped(engine: Engine, opened: Sequence[tuple[Accumulator, MicroBatch]]) -> list[tuple[list[Accumulator], bool]]:
+    """Return the windows that one backward can be for, each group with whether its windows end with this micro-batch.
+
+    A parameter of two windows needs its gradient twice, once for each; and a backward is synced, or it is not.
+    """
+    windows = [window for window, _ in opened]
+    if share_parameters(engine, windows):
+        return [([window], micro_batch.closes) for window, micro_batch in opened]
+    ends = [micro_batch.closes for _, micro_batch in opened]
+    return [
+        ([window for window, end in zip(windows, ends, strict=True) if end is closes], closes)
+        for closes in dict.fromkeys(ends)
+    ]
 
 
 def apart(engine: Engine, windows: Sequence[Accumulator]) -> AbstractContextManager[None]:
@@ -69,9 +85,10 @@ def complete(engine: Engine, clean: CleanGradients, windows: Sequence[Accumulato
     if is_alone or not unsynced:
         return
     for window in unsynced:
-        window.begin_backward(None, int(engine.trainer.accumulate_grad_batches))
+        window.begin_backward(None, engine.announced(window.span))
     own = [parameter for window in unsynced for parameter in trainable(optimizers[window.index])]
-    with apart(engine, unsynced):
-        engine.ranks.zero_backward(own if len(optimizers) > 1 else engine.module.parameters())
+    with together(engine, unsynced):  # the sync averages gradients, which must have one factor on all ranks
+        is_part = len(optimizers) > 1 and engine.ranks.finds_unused
+        engine.ranks.zero_backward(own if is_part else engine.module.parameters())
     for window in unsynced:
         window.end_backward(witness(optimizers[window.index]), has_synced=True)

@@ -16,8 +16,10 @@ from lightning_accum.gradients.buffers import Weight, parameters, witness
 from lightning_accum.gradients.distributed import all_reduce_max, all_reduce_mean, all_reduce_sum, is_sharded
 from lightning_accum.gradients.precision import active_scaler, loss_scale
 from lightning_accum.gradients.window import WindowGradients
+from lightning_accum.schedule.estimate import windows_of
 from lightning_accum.seams import loop, restart
-from lightning_accum.window.progress import Progress, State
+from lightning_accum.window import rhythm
+from lightning_accum.window.progress import Progress, State, as_state
 from lightning_accum.window.saved import check_state, damaged
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Totals
@@ -45,23 +47,41 @@ def snapshot(trainer: Trainer, progress: Progress, gradients: WindowGradients, w
         if _is_lost(trainer, progress) and window.length and loop.ready_batches(trainer) >= window.length.end:
             state["window"] = None
         return state
-    if window.is_any(Phase.STEPPED):
-        some = window.is_any(Phase.OPEN)
-        return _counted(progress) | ({"left_out": "only some of the optimizers had stepped"} if some else {})
-    if window.length is None:
-        return {}
     if why_not is None and is_sharded(trainer):
         why_not = "they are sharded"
-    return {"pending": _pack(trainer, progress, gradients)} if why_not is None else _left_out(why_not, progress)
+    open_parts, state = _open_parts(trainer, progress), State()
+    if window.is_any(Phase.STEPPED):
+        state = _counted(trainer, progress, open_parts)
+    if not open_parts:
+        return state
+    if why_not is not None:
+        return _left_out(why_not, progress) | state
+    return {"pending": _pack(trainer, open_parts, gradients)} | state
+
+
+def _open_parts(trainer: Trainer, progress: Progress) -> list[Accumulator]:
+    """Return the parts of the window that go on from here, on all ranks those of the same optimizers."""
+    window = progress.window
+    if window.is_any(Phase.STEPPED):
+        return rhythm.going_on(trainer, progress)
+    if window.length is None:  # between two effective steps
+        return [part for part in window.accumulators.values() if part.span.passed]
+    return [progress.accumulator(i) for i in range(len(trainer.optimizers))]
 
 
 def _left_out(reason: str, progress: Progress) -> State:
     return {"left_out": reason if progress.window.is_pending else None}
 
 
-def _counted(progress: Progress) -> State:
+def _counted(trainer: Trainer, progress: Progress, open_parts: list[Accumulator]) -> State:
+    """Return what is other where the window's steps have begun: it counts, with those that it lacks."""
     skipped = progress.skipped_steps + (not progress.window.has_moved)
-    return {"effective_step": progress.effective_step + 1, "skipped_steps": skipped, "window": None}
+    state: State = {"effective_step": progress.effective_step + 1, "skipped_steps": skipped, "window": None}
+    parts = progress.window.accumulators.values()
+    if any(part.phase is Phase.OPEN and part not in open_parts for part in parts):
+        state["left_out"] = "only some of the optimizers had stepped"
+    spans = {part.index: part.span.after(int(trainer.accumulate_grad_batches)) for part in open_parts}
+    return state | ({"spans": as_state(spans)} if progress.every or progress.spans else {})
 
 
 def batch_is_done(trainer: Trainer, progress: Progress) -> bool:
@@ -108,7 +128,7 @@ def enter_batch(trainer: Trainer, progress: Progress, checkpoint: State) -> Stat
     }
 
 
-def _pack(trainer: Trainer, progress: Progress, gradients: WindowGradients) -> State:
+def _pack(trainer: Trainer, open_parts: Iterable[Accumulator], gradients: WindowGradients) -> State:
     """The open window as plain numbers and CPU tensors, which do not change when training goes on.
 
     Sums are those over the ranks, gradients their mean, since one rank writes for all. Every rank must call it.
@@ -117,9 +137,9 @@ def _pack(trainer: Trainer, progress: Progress, gradients: WindowGradients) -> S
         "ranks": trainer.world_size,
         "scale": loss_scale(active_scaler(trainer)),
         "optimizers": {
-            i: _pack_one(trainer, progress.accumulator(i), optimizer, gradients)
-            for i, optimizer in enumerate(trainer.optimizers)
-            if trainer.world_size > 1 or progress.accumulator(i).micro_batches
+            part.index: _pack_one(trainer, part, trainer.optimizers[part.index], gradients)
+            for part in open_parts
+            if trainer.world_size > 1 or part.micro_batches
         },
     }
 
@@ -178,24 +198,25 @@ def _upgraded(state: State) -> State:
     return new
 
 
-def new_state(trainer: Trainer) -> State:
+def new_state(trainer: Trainer, every: tuple[int, ...] = ()) -> State:
     """Return the state of a first or second fit, or of a training begun without this package.
 
     Fact: ``trainer.global_step`` counts every optimizer's step.
     """
-    return Progress(trainer.global_step // max(len(trainer.optimizers), 1)).state_dict()
+    windows = trainer.global_step // max(len(trainer.optimizers), 1)
+    return Progress(windows_of(trainer, trainer.global_step, 1) if every else windows).state_dict()
 
 
 def restore_gradients(trainer: Trainer, progress: Progress, gradients: WindowGradients, state: State) -> str | None:
     """Restore what the open window held; return the reason if it held gradients that do not come back."""
+    reason: str | None = state.get("left_out")
     if "pending" not in state:
-        reason: str | None = state.get("left_out")
         return reason
     kept = state["pending"]["optimizers"]
     if not all(i < len(trainer.optimizers) and _fits(trainer.optimizers[i], kept[i]["gradients"]) for i in kept):
         return "they are those of other parameters"
     _unpack(trainer, progress, gradients, state["pending"])
-    return None
+    return reason
 
 
 def _fits(optimizer: Optimizer, gradients: Iterable[Tensor | None]) -> bool:

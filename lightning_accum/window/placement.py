@@ -12,7 +12,7 @@ from lightning_accum.schedule.resolve import resolve
 from lightning_accum.seams import hooks, logs, loop
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.window_length import WindowLength
-from lightning_accum.window.progress import Progress, Samples, Window
+from lightning_accum.window.progress import Progress, Samples
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -142,7 +142,7 @@ class WindowPlacement:
     def _open_next(self, trainer: Trainer, batch_idx: int) -> None:
         if self._progress.samples is not None:
             self._count_samples(trainer, batch_idx)
-        self._progress.window = Window()
+        self._progress.window = self._progress.window.next()
         factor, left = self._factor(trainer), trainer.num_training_batches - batch_idx
         is_short = self._ends_with_epoch and 0 < left < factor
         self._open(trainer, int(left) if is_short else factor, batch_idx, factor)

@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 
 from lightning_accum.seams.window_length import WindowLength
 from lightning_accum.window.state import Accumulator, Phase
-from lightning_accum.window.values import History
+from lightning_accum.window.values import History, Span
 
 State = dict[str, Any]  # plain numbers, strings and tensors, as a checkpoint holds them
 
 
 class Window:
     """The window of all optimizers, from where it opens until it is counted.
+
+    An optimizer's part may span several of these: it then goes on in the next one.
 
     Args:
         length: its place and length; None before its first micro-batch, and where no scheduler hook runs.
@@ -28,6 +30,14 @@ class Window:
     def is_any(self, *phases: Phase) -> bool:
         """Whether any optimizer's part is in one of these phases."""
         return any(accumulator.phase in phases for accumulator in self.accumulators.values())
+
+    def next(self) -> Window:
+        """Return the one that follows, with the parts that go on."""
+        window = Window()
+        for i, accumulator in self.accumulators.items():
+            if accumulator.span.passed and accumulator.phase is not Phase.STEPPED:
+                window.accumulators[i] = accumulator
+        return window
 
     @property
     def is_pending(self) -> bool:
@@ -67,6 +77,7 @@ class Progress:
         closed_batch: the last micro-batch that has closed a window, counted in the same way.
         awaited_batch: the last micro-batch that had announced more contributions than it had made, in the same way.
         sees_all_weights: as `Accumulator` takes it.
+        every: effective steps that each optimizer's windows span, from the next one that opens; empty: one.
     """
 
     effective_step: int = 0
@@ -78,30 +89,57 @@ class Progress:
     closed_batch: int = 0
     awaited_batch: int = 0
     sees_all_weights: bool = True
+    every: tuple[int, ...] = ()
 
     def accumulator(self, optimizer_idx: int) -> Accumulator:
         """An optimizer's part of the window; made when first asked for: LearningRateFinder trains before our hooks."""
         accumulators = self.window.accumulators
         if optimizer_idx not in accumulators:
+            span = Span(self._every(optimizer_idx))
             accumulators[optimizer_idx] = Accumulator(
-                self.history(optimizer_idx), optimizer_idx, sees_all_weights=self.sees_all_weights
+                self.history(optimizer_idx), optimizer_idx, sees_all_weights=self.sees_all_weights, span=span
             )
         return accumulators[optimizer_idx]
 
     def history(self, optimizer_idx: int) -> History:
         """What an optimizer keeps from window to window."""
         if optimizer_idx not in self.histories:
-            self.histories[optimizer_idx] = History(self.effective_step - self.skipped_steps)
+            steps = (self.effective_step - self.skipped_steps) // self._every(optimizer_idx)
+            self.histories[optimizer_idx] = History(steps)
         return self.histories[optimizer_idx]
 
-    def close(self) -> None:
-        """Count the window, all of whose steps are over; the next micro-batch opens another one."""
+    def _every(self, optimizer_idx: int) -> int:
+        return self.every[optimizer_idx] if optimizer_idx < len(self.every) else 1
+
+    @property
+    def holds_step(self) -> bool:
+        """Whether the open window holds contributions of its own, besides what parts bring from those before."""
+        parts = self.window.accumulators.values()
+        return self.last_batch > self.closed_batch or any(p.is_pending and not p.span.passed for p in parts)
+
+    @property
+    def spans(self) -> dict[int, Span]:
+        """Where the parts stand that span several windows, by the optimizer's position."""
+        inside, parts = self.window.length is not None, self.window.accumulators
+        spans = {i: self.accumulator(i).span for i in sorted({*range(len(self.every)), *parts})}
+        going_on = {i: span for i, span in spans.items() if parts[i].phase is not Phase.STEPPED}
+        return {i: span for i, span in going_on.items() if span.passed or (inside and span.steps > 1)}
+
+    def close(self, factor: int = 1) -> None:
+        """Count the window, all of whose steps are over; the next micro-batch opens another one.
+
+        Args:
+            factor: its accumulation factor, for the parts that go on.
+        """
         for accumulator in self.window.accumulators.values():
-            if accumulator.phase is not Phase.STEPPED:
+            if accumulator.phase is Phase.STEPPED:
+                continue
+            if accumulator.span.is_last:
                 accumulator.expect(Phase.STEPPED)
+            accumulator.stay_open(factor)
         self.effective_step += 1
         self.skipped_steps += not self.window.has_moved
-        self.window = Window()
+        self.window = self.window.next()
 
     def drop(self) -> None:
         """Forget the open window; it is not counted."""
@@ -114,7 +152,7 @@ class Progress:
 
     def state_dict(self) -> State:
         """Plain numbers and tensors: ``torch.load(weights_only=True)`` refuses other classes."""
-        length = self.window.length
+        length, spans = self.window.length, self.spans
         return {
             "version": 2,
             "effective_step": self.effective_step,
@@ -122,6 +160,7 @@ class Progress:
             "samples": None if self.samples is None else self.samples._asdict(),
             "window": None if length is None else {"length": int(length), "opened_at": length.opened_at},
             "optimizers": {i: asdict(history) for i, history in self.histories.items()},
+            **({"spans": as_state(spans)} if spans else {}),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -129,3 +168,11 @@ class Progress:
         self.restart(state["effective_step"], state["skipped_steps"])
         self.histories = {i: History(**kept) for i, kept in state["optimizers"].items()}
         self.samples = None if state["samples"] is None else Samples(**state["samples"])
+        spans = {i: Span(**kept) for i, kept in state.get("spans", {}).items()}
+        for i in spans if state["window"] is None else {*range(len(self.every)), *spans}:
+            self.accumulator(i).span = spans.get(i, Span())  # a window keeps the rhythm that it was opened with
+
+
+def as_state(spans: dict[int, Span]) -> dict[int, dict[str, int]]:
+    """Return spans as a checkpoint keeps them."""
+    return {i: span._asdict() for i, span in spans.items()}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 # The entries of each part of a state that the present form needs.
 _STATE = ("effective_step", "skipped_steps", "window", "samples", "optimizers")
+_SPAN = ("steps", "passed", "factor")
 _PENDING = ("ranks", "scale", "optimizers")
 _PENDING_OPTIMIZER = ("length", "micro_batches", "batches", "weight", "loss", "gradients")
 
@@ -28,6 +29,8 @@ def check_state(state: object) -> None:
         _need(samples, "'samples'", ("seen", "place"))
     for history in _values(state["optimizers"], "'optimizers'"):
         _need(history, "'optimizers'", ())
+    for span in _values(state.get("spans", {}), "'spans'"):
+        _need(span, "'spans'", _SPAN)
     if "pending" in state:
         _check_pending(state["pending"])
 

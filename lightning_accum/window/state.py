@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_accum.gradients.buffers import Weight
-from lightning_accum.window.values import Contribution, History, Totals
+from lightning_accum.window.values import Contribution, History, Span, Totals
 
 
 class Phase(Enum):
@@ -20,6 +20,9 @@ class Phase(Enum):
     BACKWARD = "a backward is running, or has failed; .grad may hold part of its gradient"
     STEPPING = "the optimizer step is running; .grad is the window's mean gradient"
     STEPPED = "the step is over, taken or skipped; the window is not counted yet"
+
+
+_ONE_STEP = Span()
 
 
 class Accumulator:
@@ -35,6 +38,7 @@ class Accumulator:
         index: position of the optimizer in ``configure_optimizers``.
         sees_all_weights: whether this process knows every weight of the window. Otherwise the mean weight of the first
             window is taken as 1, since it must be the same on all ranks.
+        span: effective steps that it spans.
 
     Example:
         >>> window = Accumulator(History())
@@ -60,19 +64,23 @@ class Accumulator:
         "micro_batches",
         "phase",
         "sees_all_weights",
+        "span",
         "totals",
         "weight",
         "witness",
     )
 
-    def __init__(self, history: History, index: int = 0, *, sees_all_weights: bool = True) -> None:
+    def __init__(
+        self, history: History, index: int = 0, *, sees_all_weights: bool = True, span: Span = _ONE_STEP
+    ) -> None:
         self.history = history
         self.index = index
         self.sees_all_weights = sees_all_weights
+        self.span = span
         self.drop()
 
     def drop(self) -> None:
-        """Forget what the window holds; it is not counted. The caller clears ``.grad``."""
+        """Forget what the window holds; it is not counted, and ends where it would. The caller clears ``.grad``."""
         self.phase = Phase.EMPTY
         self.length: float = 1
         self.micro_batches = 0
@@ -168,6 +176,11 @@ class Accumulator:
         self.phase, self.has_moved = Phase.STEPPED, moved
         self.history.mean_weight = self.totals.weight / self.totals.batches
         self.history.steps += moved
+
+    def stay_open(self, factor: int) -> None:
+        """Go on over the end of an effective step of this factor, in which the optimizer does not step."""
+        self.expect(Phase.EMPTY, Phase.OPEN)
+        self.span = self.span.after(factor)
 
     @property
     def is_pending(self) -> bool:

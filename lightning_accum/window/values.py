@@ -26,6 +26,34 @@ class Contribution(NamedTuple):
     opens_batch: bool = True
 
 
+class Span(NamedTuple):
+    """The effective steps that one optimizer's window spans, where it stands in them, and how long it was announced.
+
+    Args:
+        steps: from where it opens to its optimizer's step; 1 without ``every``.
+        passed: how many of them are closed.
+        factor: the accumulation factor of the first one, by which all of them are scaled; 0 until that is closed.
+
+    Example:
+        >>> span = Span(steps=2)
+        >>> span.is_last, span.after(4), span.after(4).is_last
+        (False, Span(steps=2, passed=1, factor=4), True)
+    """
+
+    steps: int = 1
+    passed: int = 0
+    factor: int = 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the optimizer's window ends with the open effective step."""
+        return self.passed + 1 >= self.steps
+
+    def after(self, factor: int) -> Span:
+        """Return the span when one more effective step, of this factor, is closed."""
+        return Span(self.steps, self.passed + 1, self.factor or factor)
+
+
 class Totals(NamedTuple):
     """A window's sums over all ranks.
 

@@ -148,8 +148,8 @@ def test_a19_the_checkers_arguments_are_named(model: Any, loss_fn: Any, message:
         check(model, torch.ones(4, 3), loss_fn)
 
 
-def test_n4_a_list_of_factors_is_told_that_one_is_for_all_optimizers() -> None:
-    with pytest.raises(TypeError, match=r"AccumulationScheduler\(\[4, 1\]|scheduling=\[4, 1\].*one factor for all"):
+def test_n4_a_list_of_factors_is_told_of_the_rhythm_per_optimizer() -> None:
+    with pytest.raises(TypeError, match=r"scheduling=\[4, 1\].*AccumulationScheduler\(1, every=\[4, 1\]\)"):
         AccumulationScheduler([4, 1])  # type: ignore[arg-type]
 
 

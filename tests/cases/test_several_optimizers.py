@@ -189,5 +189,5 @@ def test_b71_an_optimizer_with_another_rhythm_has_its_own_steps_schedulers_and_c
 
 
 def test_b71_a_factor_for_each_optimizer_by_name_is_refused_with_the_way_out() -> None:
-    with pytest.raises(TypeError, match=r"'gen'.*one factor for all optimizers.*only in the windows"):
+    with pytest.raises(TypeError, match=r"'gen'.*give `every`.*AccumulationScheduler\(2, every=\[1, 2\]\)"):
         AccumulationScheduler({"gen": 2, "disc": 4})  # type: ignore[dict-item]

@@ -130,6 +130,7 @@ def stories(draw: st.DrawFn) -> dict[str, Any]:
         "stopped": draw(st.sampled_from([None, None, *places])),
         "validated": draw(st.none() | st.integers(1, batches)),
         "clip": draw(st.sampled_from([None, 0.5])),
+        "every": draw(st.sampled_from([None, None, [1, 2], [1, 3]])),
     }
 
 
@@ -175,12 +176,15 @@ def set_hooks(module: Fuzzed) -> None:
 def fit(story: dict[str, Any], saves: dict[Place, str], begin: Place | None, breaks: Place | None) -> Fuzzed:
     """One fit, from a place's checkpoint, up to an error."""
     automatic = story["door"] == CALLBACK
-    module = Fuzzed() if automatic else ManualFuzzed()
+    module = Fuzzed() if automatic else SlowFuzzed() if story["every"] else ManualFuzzed()
     module.breaks = breaks
     if story["sets_hooks"]:
         set_hooks(module)
     scheduler = AccumulationScheduler(
-        story["scheduling"], interval="step", weight_fn=(lambda batch: batch[2]) if automatic else None
+        story["scheduling"],
+        interval="step",
+        weight_fn=(lambda batch: batch[2]) if automatic else None,
+        every=None if automatic else story["every"],
     )
     # Saved behind it, as by ModelCheckpoint: a hook that has not run when the checkpoint is made does not run again
     happens = [*([WeightAveraging()] if _averages(story) else []), Happens(saves, story["stopped"])]
@@ -267,9 +271,9 @@ class Walk:
         return place == self.story["stopped"]
 
 
-def expected(story: dict[str, Any], walk: Walk) -> list[Tensor]:
+def expected(story: dict[str, Any], walk: Walk, net: nn.Module | None = None) -> list[Tensor]:
     """Plain torch's parameters after each window."""
-    data, net = make_batches(story["sizes"]), make_net()
+    data, net = make_batches(story["sizes"]), net or make_net()
     clip = None if story["clip"] is None else lambda parameters: nn.utils.clip_grad_norm_(parameters, story["clip"])
     return big_batch_weights(
         net,
@@ -278,6 +282,69 @@ def expected(story: dict[str, Any], walk: Walk) -> list[Tensor]:
         [[weight_of(story, i) for i in held] for held, _ in walk.windows],
         clip,
     )
+
+
+# A second network that learns the same in another rhythm: the first one's windows are as without it
+
+
+class SlowFuzzed(ManualFuzzed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = make_net(1)
+        self.slow_history: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        loss = None if batch[3] == NONE else item_losses(self.slow, batch[:2]).mean()
+        self.accumulate(loss, weight=batch[2], optimizer=second)
+        self.accumulate(self.loss(batch, batch_idx), weight=batch[2], optimizer=first)
+        if (self.trainer.current_epoch, batch_idx) == self.breaks:
+            raise Broken
+
+    def on_effective_step_end(self, step: EffectiveStep) -> None:
+        (self.slow_history if step.optimizer_idx else self.history).append(
+            flat((self.net, self.slow)[step.optimizer_idx])
+        )
+
+    def configure_optimizers(self) -> Any:
+        return [make_optimizer(net) for net in (self.net, self.slow)]
+
+
+class SlowWalk(Walk):
+    """`slow`: the windows of the second network."""
+
+    def __init__(self, story: dict[str, Any]) -> None:
+        self.slow: list[tuple[list[int], Place]] = []
+        self.own: list[int] = []
+        self.passed = 0
+        super().__init__(story)
+
+    def close(self, place: Place) -> None:
+        self.own += [i for i in self.held if weight_of(self.story, i)]
+        self.passed += 1
+        super().close(place)
+        if self.passed == self.story["every"][1] or place[1] + 1 >= len(self.story["events"]):
+            self.end(place)
+
+    def epoch(self, epoch: int) -> bool:
+        stops = super().epoch(epoch)
+        self.end((epoch, len(self.story["events"])))
+        return stops
+
+    def end(self, place: Place) -> None:
+        if self.own:
+            self.slow.append((self.own, place))
+        self.own, self.passed = [], 0
+
+
+def assert_slow_is_right(story: dict[str, Any], module: SlowFuzzed, begin: Place, end: Place) -> None:
+    walk = SlowWalk(story)
+    walk.windows = walk.slow
+    wanted = expected(story, walk, make_net(1))
+    left = [weights for weights, (_, place) in zip(wanted, walk.slow, strict=True) if begin < place <= end]
+    assert len(module.slow_history) == len(left)
+    for got, weights in zip(module.slow_history, left, strict=True):
+        torch.testing.assert_close(got, weights, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def assert_equal_to_plain_torch(story: dict[str, Any]) -> None:
@@ -294,6 +361,8 @@ def assert_equal_to_plain_torch(story: dict[str, Any]) -> None:
             ends = story["epochs"] if story["stopped"] is None else story["stopped"][0] + 1
             assert module.calls.count("epoch") == min(end[0], ends) - max(begin[0], 0)
             assert module.calls.count("step") >= len(left)
+        if isinstance(module, SlowFuzzed):
+            assert_slow_is_right(story, module, begin, end)
     final = flat(fits[-1][2].net)
     if _averages(story):  # of the uninterrupted run
         whole = fit(story, {}, None, None)

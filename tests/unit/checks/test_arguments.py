@@ -16,9 +16,9 @@ from lightning_accum.checks.arguments import (
     as_weight,
     check_loss,
     check_no_gradients,
-    optimizer_position,
     refuse_lost_gradients,
 )
+from lightning_accum.checks.lists import optimizer_position
 
 CPU = torch.device("cpu")
 CALL = "accumulate(loss"

@@ -41,7 +41,7 @@ WAY_OUT_OF_A_FACTOR = "must be an int >= 1"
             {"gen": 2, "disc": 4},
             TypeError,
             r"\{'gen': 2, 'disc': 4\}",
-            "one factor for all optimizers.*call `accumulate` for it only in the windows that are meant",
+            "no names here.*give `every`, in the order of `configure_optimizers`.*every=\\[1, 2\\]",
             id="names",
         ),
         pytest.param({1: 2, "1": 4}, ValueError, r"\{1: 2, '1': 4\}", "a start is given twice", id="start twice"),

@@ -10,7 +10,7 @@ import torch
 
 from lightning_accum.seams.window_length import WindowLength
 from lightning_accum.window.progress import Progress, Samples, Window
-from lightning_accum.window.values import Contribution, Totals
+from lightning_accum.window.values import Contribution, Span, Totals
 
 
 def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
@@ -115,3 +115,39 @@ def test_an_optimizers_part_is_made_when_asked_for_and_then_kept() -> None:
     assert window.history.steps == 5  # six windows, of which one moved nothing
     assert progress.accumulator(1) is window
     assert progress.history(1) is window.history
+
+
+def test_a_part_that_spans_several_windows_goes_on_until_its_last_one() -> None:
+    progress, kept = Progress(every=(1, 3)), []
+    for _ in range(3):
+        progress.window = progress.window.next()
+        progress.window.length = WindowLength(2, 0)
+        step(progress, 0, 1.0)
+        if progress.accumulator(1).span.is_last:
+            step(progress, 1, 4.0)
+        kept.append(progress.state_dict().get("spans"))
+        progress.close(2)
+    assert kept == [{1: {"steps": 3, "passed": 0, "factor": 0}}, {1: {"steps": 3, "passed": 1, "factor": 2}}, None]
+    assert progress.window.accumulators == {}
+    assert (progress.effective_step, progress.skipped_steps) == (3, 0)
+
+
+def test_a_part_that_is_due_must_have_stepped() -> None:
+    progress = Progress(every=(1, 2))
+    step(progress, 0, 1.0)
+    progress.accumulator(1)
+    progress.close()
+    step(progress, 0, 1.0)
+    with pytest.raises(RuntimeError, match="a fault of its own"):
+        progress.close()
+
+
+def test_a_window_that_a_checkpoint_was_made_in_keeps_its_rhythm_and_the_next_one_has_the_codes() -> None:
+    between = {**Progress().state_dict(), "spans": {1: {"steps": 4, "passed": 2, "factor": 1}}}
+    inside = {**between, "window": {"length": 2, "opened_at": 4}}
+    for state, first in ((between, Span(2)), (inside, Span(1))):  # the first one's was saved by a fit without a rhythm
+        other = Progress(every=(2, 1))
+        other.load_state_dict(saved_and_loaded(state))
+        assert (other.accumulator(0).span, other.accumulator(1).span) == (first, Span(4, passed=2, factor=1))
+        other.window = Window()
+        assert (other.accumulator(0).span, other.accumulator(1).span) == (Span(2), Span(1))

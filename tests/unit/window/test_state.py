@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_accum.gradients.buffers import Weight
 from lightning_accum.window.progress import Window
 from lightning_accum.window.state import Accumulator, Phase
-from lightning_accum.window.values import Contribution, History, Totals
+from lightning_accum.window.values import Contribution, History, Span, Totals
 
 KINDS = pytest.mark.parametrize(
     "kind", [float, lambda w: torch.tensor(w, dtype=torch.float64)], ids=["float", "tensor"]
@@ -215,6 +215,7 @@ EVENTS: dict[str, Any] = {
     "begin_step": lambda window: window.begin_step(Totals(float(window.weight), window.loss, window.batches)),
     "begin_step of nothing": lambda window: window.begin_step(Totals(0.0, 0.0, 0)),
     "end_step": lambda window: window.end_step(moved=True),
+    "stay_open": lambda window: window.stay_open(2),
     "drop": lambda window: window.drop(),
 }
 EMPTY, OPEN, BACKWARD, STEPPING, STEPPED = Phase
@@ -225,6 +226,7 @@ TABLE: dict[str, list[Phase | None]] = {
     "begin_step": [STEPPED, STEPPING, STEPPED, None, None],
     "begin_step of nothing": [STEPPED, STEPPED, STEPPED, None, None],
     "end_step": [None, None, None, STEPPED, None],
+    "stay_open": [EMPTY, OPEN, None, None, None],
     "drop": [EMPTY, EMPTY, EMPTY, EMPTY, EMPTY],
 }
 
@@ -283,6 +285,18 @@ def test_the_pieces_of_a_batch_count_once_and_their_first_weight_is_that_of_a_ba
         window.begin_backward(Contribution(2.0, pieces=3, opens_batch=opens_batch), 1)
         window.end_backward()
     assert (window.micro_batches, window.batches, window.history.mean_weight) == (3, 1, 6.0)
+
+
+def test_a_window_that_stays_open_keeps_what_it_holds_and_the_factor_of_its_first_effective_step() -> None:
+    window = in_phase(Phase.OPEN)
+    window.span = Span(steps=3)
+    assert not window.span.is_last
+    window.stay_open(2)
+    window.stay_open(5)
+    assert (window.span, window.span.is_last) == (Span(3, passed=2, factor=2), True)
+    assert (window.micro_batches, window.weight) == (1, 2.0)
+    window.drop()
+    assert window.span == Span(3, passed=2, factor=2)  # it ends where it would
 
 
 def test_a_skipped_step_is_no_step_of_the_optimizer() -> None:
