@@ -1,0 +1,81 @@
+"""A first optimizer step that is not one: undone where a checkpoint of sharded parameters is saved or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
+
+from lightning_accum.gradients.buffers import parameters
+from lightning_accum.gradients.sharded import has_shards
+from lightning_accum.seams import hooks
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def undo_when_saving(trainer: Trainer) -> None:
+    """Let a checkpoint that is made before an optimizer's first step leave the training as it is, and be complete.
+
+    Fact: of an optimizer without a state, torch's ``get_optimizer_state_dict`` saves the one after a step with
+    gradients of 0. That one stays, and Adam's bias correction counts it. Where a gradient exists, no such step is
+    taken; the checkpoint then lacks what loading it will ask for.
+
+    References:
+        https://github.com/pytorch/torchtitan/pull/4382, https://github.com/NVIDIA/Megatron-LM/pull/5976
+    """
+    keep_torchs_own(trainer)
+    if has_shards(trainer):
+        own: hooks.Hook = trainer.strategy.optimizer_state
+
+        def without_trace(optimizer: Optimizer) -> object:
+            with _as_before(optimizer):
+                return own(optimizer)
+
+        hooks.shadow(trainer.strategy, "optimizer_state", without_trace)
+
+
+def keep_torchs_own(trainer: Trainer) -> None:
+    """Take that back. Not before a fit that fails has saved its last checkpoint."""
+    hooks.unshadow_all(trainer.strategy, "optimizer_state")
+
+
+@contextmanager
+def _as_before(optimizer: Optimizer) -> Iterator[None]:
+    """Let an optimizer without a state have none afterwards, and no gradients meanwhile."""
+    if optimizer.state:
+        yield
+        return
+    gradients = {parameter: parameter.grad for parameter in parameters(optimizer)}
+    for parameter in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        optimizer.state.clear()
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+
+
+def without_state(trainer: Trainer) -> list[int]:
+    """Return the positions of sharded optimizers that have no state: what a checkpoint holds of them is made up."""
+    optimizers = trainer.optimizers if has_shards(trainer) else []
+    return [i for i, optimizer in enumerate(optimizers) if not optimizer.state]
+
+
+def undo_after_loading(trainer: Trainer, positions: Iterable[int] | None) -> None:
+    """Leave optimizers that had no state when the checkpoint was saved without one again.
+
+    Args:
+        trainer: the Trainer that has loaded.
+        positions: as `without_state` returned them; None if the checkpoint does not say. Then it is all of them if none
+            had stepped.
+    """
+    if positions is None:
+        none_had_stepped = trainer.ckpt_path is not None and trainer.global_step == 0 and has_shards(trainer)
+        positions = range(len(trainer.optimizers)) if none_had_stepped else ()
+    for i in positions:
+        if i < len(trainer.optimizers):
+            trainer.optimizers[i].state.clear()
