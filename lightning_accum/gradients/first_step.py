@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from lightning_accum.gradients.buffers import parameters
-from lightning_accum.gradients.sharded import has_shards
+from lightning_accum.gradients.sharded import Kept, has_shards
 from lightning_accum.seams import hooks
 
 if TYPE_CHECKING:
@@ -59,20 +59,22 @@ def _as_before(optimizer: Optimizer) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def without_state(trainer: Trainer) -> list[int]:
-    """Return the positions of sharded optimizers that have no state: what a checkpoint holds of them is made up."""
-    optimizers = trainer.optimizers if has_shards(trainer) else []
-    return [i for i, optimizer in enumerate(optimizers) if not optimizer.state]
+def without_state(trainer: Trainer) -> dict[str, list[int]]:
+    """Return for a checkpoint which sharded optimizers have no state: what it holds of them is made up."""
+    if not has_shards(trainer):
+        return {}
+    return {"without_state": [i for i, optimizer in enumerate(trainer.optimizers) if not optimizer.state]}
 
 
-def undo_after_loading(trainer: Trainer, positions: Iterable[int] | None) -> None:
+def undo_after_loading(trainer: Trainer, state: Kept) -> None:
     """Leave optimizers that had no state when the checkpoint was saved without one again.
 
     Args:
-        trainer: the Trainer that has loaded.
-        positions: as `without_state` returned them; None if the checkpoint does not say. Then it is all of them if none
-            had stepped.
+        trainer: the Trainer that has loaded, or begins without a checkpoint.
+        state: ours in the checkpoint, with what `without_state` returned. One of Lightning alone says nothing of it:
+            then it is all optimizers if none had stepped.
     """
+    positions: Iterable[int] | None = state.get("without_state")
     if positions is None:
         none_had_stepped = trainer.ckpt_path is not None and trainer.global_step == 0 and has_shards(trainer)
         positions = range(len(trainer.optimizers)) if none_had_stepped else ()

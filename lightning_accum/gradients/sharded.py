@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 Kept = dict[str, Any]  # what a checkpoint holds of the open window
+FSDPParam = Any  # torch's, of no public name
 
 
 def has_shards(trainer: Trainer) -> bool:
@@ -60,7 +61,7 @@ def unreduced_gradients(model: Module) -> tuple[dict[Tensor, Tensor], set[Tensor
     return gradients, managed
 
 
-def _fsdp_parameters(model: Module) -> Iterator[Any]:
+def _fsdp_parameters(model: Module) -> Iterator[FSDPParam]:
     for module in sharded_modules(model):
         state = module._get_fsdp_state()
         # Fact: older versions of torch have one group for each module, or None.

@@ -45,8 +45,7 @@ def snapshot(
     state = _of_window(trainer, progress, gradients, why_not)
     if "pending" in state and sharded.has_shards(trainer) and loop.saves_shards(trainer):
         sharded.move_shards(checkpoint, state["pending"])
-    fresh = first_step.without_state(trainer)
-    return state | ({"without_state": fresh} if fresh else {})
+    return state | first_step.without_state(trainer)
 
 
 def _of_window(trainer: Trainer, progress: Progress, gradients: WindowGradients, why_not: str | None) -> State:
@@ -204,7 +203,7 @@ def new_state(trainer: Trainer) -> State:
 
 def restore_gradients(trainer: Trainer, progress: Progress, gradients: WindowGradients, state: State) -> str | None:
     """Restore what the open window held; return the reason if it held gradients that do not come back."""
-    first_step.undo_after_loading(trainer, state.get("without_state"))
+    first_step.undo_after_loading(trainer, state)
     if "pending" not in state:
         reason: str | None = state.get("left_out")
         return reason
