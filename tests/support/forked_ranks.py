@@ -60,16 +60,18 @@ def _as_rank(rank: int, size: int, port: int, run: Callable[..., None], *argumen
         raise
 
 
-def sharding(distributed: bool = True, seconds: float = 20) -> ModelParallelStrategy:
+def sharding(distributed: bool = True, seconds: float = 20, tensor_parallel: bool = False) -> ModelParallelStrategy:
     """Parameters are sharded over all ranks.
 
     Args:
         distributed: whether each rank writes its part of a checkpoint.
         seconds: after which a collective that some ranks do not enter is an error.
+        tensor_parallel: whether the mesh is one for tensor parallelism.
     """
+    ranks = int(os.environ["WORLD_SIZE"])
     return ModelParallelStrategy(
-        data_parallel_size=int(os.environ["WORLD_SIZE"]),
-        tensor_parallel_size=1,
+        data_parallel_size=1 if tensor_parallel else ranks,
+        tensor_parallel_size=ranks if tensor_parallel else 1,
         save_distributed_checkpoint=distributed,
         process_group_backend="gloo",
         timeout=timedelta(seconds=seconds),
