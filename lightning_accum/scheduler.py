@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_accum.checks import advice, refusals
 from lightning_accum.checks.arguments import check_bools, check_options
-from lightning_accum.gradients import first_step
+from lightning_accum.gradients import first_step, sharded
 from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule.assigned import AssignableSchedule
 from lightning_accum.schedule.factors import Interval, PartialWindow
@@ -236,8 +236,9 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         if why_not is None and self._has_failed and trainer.world_size > 1:
             why_not = "one rank may have failed alone"
         kept = self._door.before_save() | checkpoints.enter_batch(trainer, self.progress, checkpoint)
-        kept |= checkpoints.snapshot(trainer, self.progress, self.gradients, checkpoint, why_not)
-        checkpoint["callbacks"][self.state_key] |= kept
+        kept |= checkpoints.snapshot(trainer, self.progress, self.gradients, why_not)
+        sharded.move_shards(trainer, checkpoint, kept)
+        checkpoint["callbacks"][self.state_key] |= kept | first_step.without_state(trainer)
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

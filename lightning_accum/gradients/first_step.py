@@ -76,7 +76,7 @@ def undo_after_loading(trainer: Trainer, state: Kept) -> None:
     """
     positions: Iterable[int] | None = state.get("without_state")
     if positions is None:
-        none_had_stepped = trainer.ckpt_path is not None and trainer.global_step == 0 and has_shards(trainer)
+        none_had_stepped = has_shards(trainer) and trainer.ckpt_path is not None and trainer.global_step == 0
         positions = range(len(trainer.optimizers)) if none_had_stepped else ()
     for i in positions:
         if i < len(trainer.optimizers):

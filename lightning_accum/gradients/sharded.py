@@ -148,12 +148,15 @@ def _on_cpu(gradient: Tensor) -> Tensor:
     return gradient.detach().to("cpu", copy=True)
 
 
-def move_shards(checkpoint: Kept, pending: Kept) -> None:
+def move_shards(trainer: Trainer, checkpoint: Kept, state: Kept) -> None:
     """Let each rank write its shards into a distributed checkpoint's folder, beside the optimizers' states.
 
     Fact: ``ModelParallelStrategy`` saves the optimizers' states as ``optimizer_0``, ``optimizer_1`` and so on, and
     loads those that there are optimizers for. What else a checkpoint holds is written by rank 0 alone.
     """
+    pending = state.get("pending")
+    if pending is None or not (has_shards(trainer) and loop.saves_shards(trainer)):
+        return
     entries: dict[str, dict[str, Tensor]] = {}
     for i, kept in pending["optimizers"].items():
         gradients = kept["gradients"]

@@ -30,25 +30,15 @@ if TYPE_CHECKING:
 # Out
 
 
-def snapshot(
-    trainer: Trainer, progress: Progress, gradients: WindowGradients, checkpoint: State, why_not: str | None = None
-) -> State:
+def snapshot(trainer: Trainer, progress: Progress, gradients: WindowGradients, why_not: str | None = None) -> State:
     """Return what the plain state lacks where a checkpoint is made inside a window or a micro-batch.
 
     Args:
         trainer: the Trainer that saves.
         progress: of the training.
         gradients: of the open window.
-        checkpoint: that is made; shards of gradients go there.
         why_not: the reason to leave the gradients out; None to save them.
     """
-    state = _of_window(trainer, progress, gradients, why_not)
-    if "pending" in state and sharded.has_shards(trainer) and loop.saves_shards(trainer):
-        sharded.move_shards(checkpoint, state["pending"])
-    return state | first_step.without_state(trainer)
-
-
-def _of_window(trainer: Trainer, progress: Progress, gradients: WindowGradients, why_not: str | None) -> State:
     window = progress.window
     if window.is_any(Phase.BACKWARD, Phase.STEPPING):
         state = _left_out("a backward or a step was under way", progress)

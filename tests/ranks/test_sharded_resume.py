@@ -24,7 +24,7 @@ SIZES = [1, 2, 4] if NIGHTLY else [1, 2]  # numbers of ranks
 
 def run(size: int, out: Path, jobs: Jobs) -> list[Seen]:
     out.mkdir(parents=True, exist_ok=True)
-    run_ranks(size, run_jobs, out, jobs)
+    run_ranks(size, out, run_jobs, jobs)
     return [torch.load(out / f"rank{rank}.pt") for rank in range(size)]
 
 

@@ -18,13 +18,14 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 Processes = list[Any]
 
 
-def start_ranks(size: int, run: Callable[..., None], *arguments: Any) -> Processes:
-    """Start the ranks; each one's traceback goes to ``rank<R>.err`` in this folder."""
+def start_ranks(size: int, folder: Path, run: Callable[..., None], *arguments: Any) -> Processes:
+    """Start the ranks in a folder; each one's traceback goes to ``rank<R>.err`` there."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_as_rank, args=(rank, size, port, run, *arguments)) for rank in range(size)]
+    numbers = [(rank, size, port) for rank in range(size)]
+    processes = [context.Process(target=_as_rank, args=(of_rank, folder, run, *arguments)) for of_rank in numbers]
     for process in processes:
         process.start()
     return processes
@@ -42,14 +43,16 @@ def wait_for(processes: Processes, seconds: float = 120) -> list[int | None]:
     return codes
 
 
-def run_ranks(size: int, run: Callable[..., None], *arguments: Any) -> None:
-    """Run the ranks to their end, which must be a good one."""
-    codes = wait_for(start_ranks(size, run, *arguments))
-    assert codes == [0] * size, "\n".join(path.read_text() for path in sorted(Path().glob("rank*.err")))
+def run_ranks(size: int, folder: Path, run: Callable[..., None], *arguments: Any) -> None:
+    """Run the ranks in a folder to their end, which must be a good one."""
+    codes = wait_for(start_ranks(size, folder, run, *arguments))
+    assert codes == [0] * size, "\n".join(path.read_text() for path in sorted(folder.glob("rank*.err")))
 
 
-def _as_rank(rank: int, size: int, port: int, run: Callable[..., None], *arguments: Any) -> None:
+def _as_rank(of_rank: tuple[int, int, int], folder: Path, run: Callable[..., None], *arguments: Any) -> None:
+    rank, size, port = of_rank
     warnings.simplefilter("ignore")
+    os.chdir(folder)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {name: str(number) for name, number in numbers.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "forked"}

@@ -215,8 +215,8 @@ def state_in(path: Path) -> dict[str, Any]:
     return state
 
 
-def run_jobs(out: Path, jobs: dict[Any, tuple[Any, ...]]) -> None:
+def run_jobs(jobs: dict[Any, tuple[Any, ...]]) -> None:
     """Do these fits, each with the arguments of `fit`; each rank leaves what it saw in a file."""
     torch.set_num_threads(1)
     seen = {key: fit(*arguments) for key, arguments in jobs.items()}
-    torch.save(seen, out / f"rank{os.environ['RANK']}.pt")
+    torch.save(seen, f"rank{os.environ['RANK']}.pt")
