@@ -195,7 +195,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._door.end_fit()
         self._release(trainer, pl_module)
-        first_step.keep_torchs_own(trainer)
+        first_step.leave_to_torch(trainer)
         self._door = Door()
         self.gradients.end()
         if self.is_attached:

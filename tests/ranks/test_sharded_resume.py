@@ -157,4 +157,7 @@ def test_a_checkpoint_holds_one_shard_per_rank_or_one_whole_gradient(root: Path,
     assert (shards["sharded"], "sharded" in whole) == ("optimizer_1", False)
     assert shards["ranks"] == whole["ranks"] == 2
     for path in (folder(root, 2, "distributed", "default") / f"{place}.ckpt" for place in PLACES):
-        assert state_in(path)["without_state"] == ([] if path.stem == "5" else [0])
+        assert state_in(path)["without_state"] == [[] if path.stem == "5" else [0, 1, 2, 3]]
+    unused = state_in(folder(root, 2, "distributed", "never used") / "5.ckpt")
+    assert unused["without_state"] == [[4, 5]]
+    assert unused["pending"]["optimizers"][0]["gradients"] == [*shapes, None, None]

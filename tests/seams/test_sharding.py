@@ -13,7 +13,7 @@ import torch
 from forked_ranks import run_ranks, sharding
 from helpers import as_given, item_losses, make_batches, make_net, make_trainer
 from lightning import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
@@ -55,6 +55,14 @@ class Extra(Plain):
             dcp.load({"optimizer_1": {"0": {"0": self.read}}}, checkpoint_id=self.trainer.ckpt_path)
 
 
+class Unused(Plain):
+    """Has a trainable parameter that no loss reaches."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.net.register_parameter("unused", nn.Parameter(torch.ones(2, dtype=torch.float64)))
+
+
 class Unsynced(Plain):
     """Looks at the gradients after a backward that is not synced."""
 
@@ -77,18 +85,23 @@ def fit(module: Plain, *, factor: int = 1, distributed: bool = True, ckpt: str |
     return torch.cat([p.full_tensor().detach().reshape(-1) for p in module.net.parameters()])  # type: ignore[operator]
 
 
+def resume(kind: type[Plain], save_at: int, name: str, **options: Any) -> str:
+    """Save and resume; an error's message where that fails."""
+    fit(kind(save_at, f"{name}.ckpt"), **options)
+    try:
+        fit(kind(), **options, ckpt=f"{name}.ckpt")
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        return str(error)
+    return "resumes"
+
+
 def look() -> None:
     torch.set_num_threads(1)
     seen: dict[str, Any] = {"whole": fit(Plain()), "saving": fit(Plain(0))}
     for kind, distributed in {"distributed": True, "full": False}.items():
-        fit(
-            Plain(1, f"{kind}.ckpt"), factor=4, distributed=distributed
-        )  # Lightning reduces each backward's gradient into `.grad`
-        try:
-            fit(Plain(), factor=4, distributed=distributed, ckpt=f"{kind}.ckpt")
-            seen[kind] = "resumes"
-        except BaseException as error:  # torch's CheckpointException is no Exception
-            seen[kind] = str(error)
+        # Lightning reduces each backward's gradient into `.grad`
+        seen[kind] = resume(Plain, 1, kind, factor=4, distributed=distributed)
+        seen[f"unused, {kind}"] = resume(Unused, 3, f"unused {kind}", distributed=distributed)
     fit(Extra(3, "extra.ckpt"))
     module = Extra()
     fit(module, ckpt="extra.ckpt")
@@ -116,15 +129,18 @@ def test_a_checkpoint_before_the_first_step_moves_the_weights(ranks: list[dict[s
     assert 5e-3 < (ranks[0]["saving"] - ranks[0]["whole"]).abs().max() < 6e-3
 
 
-@pytest.mark.parametrize("kind", ["distributed", "full"])
-@pytest.mark.xfail(reason="torch's get_optimizer_state_dict takes no such step if there is a gradient")
-def test_a_checkpoint_inside_the_first_window_resumes(ranks: list[dict[str, Any]], kind: str) -> None:
+@pytest.mark.parametrize("kind", ["distributed", "full", "unused, distributed", "unused, full"])
+@pytest.mark.xfail(reason="torch's get_optimizer_state_dict takes no such step if there is a gradient or a state")
+def test_a_checkpoint_of_parameters_without_a_state_resumes(ranks: list[dict[str, Any]], kind: str) -> None:
     assert ranks[0][kind] == "resumes"
 
 
-def test_a_checkpoint_inside_the_first_window_lacks_the_optimizers_state(ranks: list[dict[str, Any]]) -> None:
-    assert "Missing key in checkpoint state_dict: optimizer_0.state.net.0.weight." in ranks[0]["distributed"]
+def test_a_checkpoint_lacks_states_that_loading_it_asks_for(ranks: list[dict[str, Any]]) -> None:
+    missing = "Missing key in checkpoint state_dict: optimizer_0.state.net."
+    assert f"{missing}0.weight." in ranks[0]["distributed"]
     assert ranks[0]["full"] == "list index out of range"
+    assert f"{missing}unused." in ranks[0]["unused, distributed"]
+    assert "unused" in ranks[0]["unused, full"]
 
 
 def test_a_further_entry_of_the_optimizers_states_is_saved_and_left_alone(ranks: list[dict[str, Any]]) -> None:
