@@ -83,6 +83,8 @@ def reason_to_leave_out(trainer: Trainer) -> str | None:
     if (found := unreduced_gradients(model)) is None:
         return "they are sharded, and this version of torch keeps them elsewhere"
     trained = [parameter for optimizer in trainer.optimizers for parameter in trainable(optimizer)]
+    if len(set(trained)) < len(trained):
+        return "some sharded parameters are in several optimizers"  # of which none keeps its own unreduced gradients
     if not found[1].issuperset(trained):
         return "some parameters are not sharded by `fully_shard`"
     shards = [parameter for parameter in trained if isinstance(parameter, DTensor)]

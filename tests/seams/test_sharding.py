@@ -63,6 +63,13 @@ class Unused(Plain):
         self.net.register_parameter("unused", nn.Parameter(torch.ones(2, dtype=torch.float64)))
 
 
+class Stateless(Plain):
+    """Its optimizer has no state at all."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
 class Unsynced(Plain):
     """Looks at the gradients after a backward that is not synced."""
 
@@ -101,6 +108,7 @@ def look() -> None:
     for kind, distributed in {"distributed": True, "full": False}.items():
         # Lightning reduces each backward's gradient into `.grad`
         seen[kind] = resume(Plain, 1, kind, factor=4, distributed=distributed)
+        seen[f"stateless, {kind}"] = resume(Stateless, 3, f"stateless {kind}", distributed=distributed)
         seen[f"unused, {kind}"] = resume(Unused, 3, f"unused {kind}", distributed=distributed)
     fit(Extra(3, "extra.ckpt"))
     module = Extra()
@@ -139,6 +147,7 @@ def test_a_checkpoint_lacks_states_that_loading_it_asks_for(ranks: list[dict[str
     missing = "Missing key in checkpoint state_dict: optimizer_0.state.net."
     assert f"{missing}0.weight." in ranks[0]["distributed"]
     assert ranks[0]["full"] == "list index out of range"
+    assert (ranks[0]["stateless, distributed"], ranks[0]["stateless, full"]) == ("resumes", "list index out of range")
     assert f"{missing}unused." in ranks[0]["unused, distributed"]
     assert "unused" in ranks[0]["unused, full"]
 

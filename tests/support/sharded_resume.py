@@ -54,6 +54,7 @@ LEFT_OUT: dict[str, tuple[Case, str]] = {
     "not asked for": ({"save_gradients": False}, "`save_gradients=False`"),
     "hybrid": ({"mesh": "hybrid"}, "they are sharded over a device mesh of several dimensions"),
     "tensor parallel": ({"mesh": "tensor"}, "some parameters are not sharded by `fully_shard`"),
+    "shared": ({"kind": "shared"}, "some sharded parameters are in several optimizers"),
     "not sharded": ({"mesh": "first layer"}, "some parameters are not sharded by `fully_shard`"),
 }
 
@@ -159,6 +160,21 @@ class Pair(Learner):
         ]
 
 
+class Shared(Learner):
+    """Two optimizers of the same parameters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(batch_idx)
+        for optimizer in self.optimizers():
+            self.accumulate(self.loss(batch, batch_idx), weight=len(batch[0]), optimizer=optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.AdamW(self.parameters(), lr=0.01),
+            torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9),
+        ]
+
+
 class Unsharded(Learner):
     """One process that is no strategy's."""
 
@@ -166,7 +182,7 @@ class Unsharded(Learner):
         pass
 
 
-KINDS = {"mixin": Learner, "automatic": Automatic, "pair": Pair, "unsharded": Unsharded}
+KINDS = {"mixin": Learner, "automatic": Automatic, "pair": Pair, "shared": Shared, "unsharded": Unsharded}
 
 
 class SavesBehind(Callback):
