@@ -13,6 +13,7 @@ from forked_ranks import sharding, start_ranks, wait_for
 from helpers import make_trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from sharded_resume import Learner, state_in
 
 from lightning_accum import AccumulationScheduler
@@ -42,6 +43,9 @@ class FailsAlone(Learner):
             return
         if not self.only_dumps:
             raise ArithmeticError("this rank alone")
+        self.dump()
+
+    def dump(self) -> None:
         (scheduler,) = (c for c in self.trainer.callbacks if isinstance(c, AccumulationScheduler))  # type: ignore[attr-defined]
         scheduler._has_failed = True  # what `on_exception` notes
         checkpoint = self.trainer._checkpoint_connector.dump_checkpoint()
@@ -49,10 +53,32 @@ class FailsAlone(Learner):
         torch.save(checkpoint["callbacks"]["AccumulationScheduler"], "dumped.pt")
 
 
-def fit(failing: int, only_dumps: bool, shards: bool) -> None:
+class FailsAtTheEpochsEnd(FailsAlone):
+    """Fails where the mean over the ranks of a metric that an LR scheduler follows is not computed yet."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        self.log("size", float(len(batch[0])), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+
+    def on_train_epoch_end(self) -> None:
+        if self.global_rank == self.failing:
+            self.trainer.state.status = TrainerStatus.INTERRUPTED
+            self.dump()
+            self.trainer.state.status = TrainerStatus.RUNNING
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "size"}}
+
+
+def fit(failing: int, only_dumps: bool, shards: bool, kind: type[FailsAlone] = FailsAlone) -> None:
     torch.set_num_threads(1)
     ddp = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=SECONDS))
-    module = FailsAlone(failing, only_dumps, shards)
+    module = kind(failing, only_dumps, shards)
     make_trainer(
         strategy=sharding(True, SECONDS) if shards else ddp,
         devices=2,
@@ -71,6 +97,12 @@ def test_a_checkpoint_after_an_error_waits_for_no_other_rank(failing: int, shard
     assert state["window"] == {"length": 3, "opened_at": 4}
     assert state["left_out"] == "one rank may have failed alone"
     assert [len(torch.load(f"steps{rank}.pt")) for rank in range(2)] == [2, 2]
+
+
+def test_metrics_that_are_not_known_yet_are_not_asked_of_other_ranks() -> None:
+    processes = start_ranks(2, Path.cwd(), fit, 1, True, False, FailsAtTheEpochsEnd)
+    assert wait_for(processes) == [0, 0]
+    assert torch.load("dumped.pt")["metrics"] == {}
 
 
 def test_the_first_rank_of_ddp_keeps_what_it_can() -> None:
