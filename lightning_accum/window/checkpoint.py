@@ -202,6 +202,8 @@ def restore_gradients(trainer: Trainer, progress: Progress, gradients: WindowGra
         return "they are those of other parameters"
     if "sharded" in state["pending"] and not sharded.has_shards(trainer):
         return "they are sharded, and the parameters are not"
+    if (reason := sharded.reason_to_leave_out(trainer)) is not None:
+        return reason
     _unpack(trainer, progress, gradients, state["pending"])
     return None
 

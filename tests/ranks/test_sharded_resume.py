@@ -74,6 +74,8 @@ def _resumed(root: Path, saved: dict[int, list[Seen]]) -> dict[int, list[Seen]]:
         if size == 1:
             jobs["to unsharded"] = (UNSHARDED, False, None, folder(root, 2, "full", "default") / "5.ckpt")
         if size == 2:
+            hybrid: Case = LEFT_OUT["hybrid"][0]
+            jobs["on hybrid"] = (hybrid, False, None, folder(root, 2, "full", "default") / "5.ckpt")
             jobs["from unsharded"] = ({}, False, None, folder(root, 1, "full", "unsharded") / "5.ckpt")
         resumed[size] = run(size, root / f"resumed {size}", jobs)
     return resumed
@@ -146,6 +148,11 @@ def test_what_is_left_out_is_said_with_its_reason(
         weights = got[2, kind, name, 5]["weights"][-1]  # by the micro-batch that was left
         difference = (weights - whole["whole", kind, name]["weights"][-1]).abs().max()
         assert 1e-4 < difference < 0.1
+
+
+def test_gradients_do_not_come_back_on_a_mesh_that_they_are_not_saved_on(resumed: dict[int, Any]) -> None:
+    (warning,) = resumed[2][0]["on hybrid"]["warned"]
+    assert f"without its gradients ({LEFT_OUT['hybrid'][1]})" in warning
 
 
 def test_a_checkpoint_holds_one_shard_per_rank_or_one_whole_gradient(root: Path, saved: dict[int, Any]) -> None:
