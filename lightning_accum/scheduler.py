@@ -62,9 +62,9 @@ class AccumulationScheduler(AssignableSchedule, Callback):
     Raises:
         TypeError: a factor or start that is not an int, a mapping of names, or a ``weight_fn`` that is not callable.
         ValueError: an empty mapping, a factor below 1, a negative start, an unknown word; ``every`` without a 1.
-        MisconfigurationException: both or none of ``scheduling`` and ``effective_batch_size``; at fit start, a setting
-            that does not fit: the Trainer's own factor, another scheduler, a strategy with its own accumulation, a
-            closure optimizer, manual optimization without the mixin, a loader without a ``batch_size``, another ``every``.
+        MisconfigurationException: both or none of ``scheduling`` and ``effective_batch_size``; at fit start, the
+            Trainer's own factor, another scheduler, a strategy with its own accumulation, a closure optimizer, manual
+            optimization without the mixin, a loader without a ``batch_size``, an ``every`` of another length.
 
     Example:
         >>> import lightning as L
