@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_accum.checks import advice, refusals
 from lightning_accum.checks.arguments import check_bools, check_options
+from lightning_accum.gradients import first_step, sharded
 from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule.assigned import AssignableSchedule
 from lightning_accum.schedule.factors import Interval, PartialWindow
@@ -55,17 +56,15 @@ class AccumulationScheduler(AssignableSchedule, Callback):
             a resumed fit loses nothing. Without them the window continues with the micro-batches that are left.
         sync_each_micro_batch: reduce gradients over the ranks after every micro-batch instead of once per window: less
             memory under sharding, more communication, the same update. Needs the mixin.
-        every: effective steps that each optimizer's own window spans, in the order of ``configure_optimizers``. With
-            ``[4, 1]`` the first one steps in every 4th, with the mean over all four, and the second one in each. One
-            must be 1. An epoch's end cuts a window short, see ``partial_window``. Needs the mixin.
+        every: effective steps that each optimizer's own window spans, in their order, one of them 1. ``[4, 1]``: the
+            first one steps in every 4th, with the mean over all four, the second one in each. Needs the mixin.
 
     Raises:
         TypeError: a factor or start that is not an int, a mapping of names, or a ``weight_fn`` that is not callable.
         ValueError: an empty mapping, a factor below 1, a negative start, an unknown word; ``every`` without a 1.
-        MisconfigurationException: both or none of ``scheduling`` and ``effective_batch_size``; at fit start, a setting
-            that does not fit: the Trainer's own factor, another scheduler, a strategy with its own accumulation, a
-            closure optimizer, manual optimization without the mixin, a loader without a ``batch_size``, too few or too
-            many optimizers for ``every``.
+        MisconfigurationException: both or none of ``scheduling`` and ``effective_batch_size``; at fit start, the
+            Trainer's own factor, another scheduler, a strategy with its own accumulation, a closure optimizer, manual
+            optimization without the mixin, a loader without a ``batch_size``, an ``every`` of another length.
 
     Example:
         >>> import lightning as L
@@ -92,10 +91,8 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         check_bools(accumulate_in_float32=accumulate_in_float32, save_gradients=save_gradients)
         check_bools(sync_each_micro_batch=sync_each_micro_batch)
         self._request(scheduling, effective_batch_size, interval)
-        self.partial_window = partial_window
-        self.weight_fn = weight_fn
-        self.save_gradients = save_gradients
-        self.sync_each_micro_batch = sync_each_micro_batch
+        self.partial_window, self.weight_fn = partial_window, weight_fn
+        self.save_gradients, self.sync_each_micro_batch = save_gradients, sync_each_micro_batch
         self.every = None if every is None else list(every)
         self.is_attached = False  # by the mixin, for one fit
         self.gradients, self.flags = WindowGradients(accumulate_in_float32), TrainerFlags()
@@ -139,6 +136,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         self._door.begin_fit(schedule)
         advice.warn_of_low_precision(trainer.optimizers, schedule, in_float32)
         self.gradients.start(trainer.optimizers)
+        first_step.undo_when_saving(trainer)
         check_first_backward(trainer, schedule)
 
     @override
@@ -197,6 +195,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._door.end_fit()
         self._release(trainer, pl_module)
+        first_step.leave_to_torch(trainer)
         self._door = Door()
         self.gradients.end()
         if self.is_attached:
@@ -238,7 +237,8 @@ class AccumulationScheduler(AssignableSchedule, Callback):
             why_not = "one rank may have failed alone"
         kept = self._door.before_save() | checkpoints.enter_batch(trainer, self.progress, checkpoint)
         kept |= checkpoints.snapshot(trainer, self.progress, self.gradients, why_not)
-        checkpoint["callbacks"][self.state_key] |= kept
+        sharded.move_shards(trainer, checkpoint, kept)
+        checkpoint["callbacks"][self.state_key] |= kept | first_step.without_state(trainer)
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

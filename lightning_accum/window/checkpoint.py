@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_accum.gradients import first_step, sharded
 from lightning_accum.gradients.buffers import Weight, parameters, witness
-from lightning_accum.gradients.distributed import all_reduce_max, all_reduce_mean, all_reduce_sum, is_sharded
+from lightning_accum.gradients.distributed import all_reduce_max, all_reduce_mean, all_reduce_sum
 from lightning_accum.gradients.precision import active_scaler, loss_scale
 from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule.estimate import windows_of
 from lightning_accum.seams import loop, restart
 from lightning_accum.window import rhythm
-from lightning_accum.window.progress import Progress, State, as_state
+from lightning_accum.window.progress import Progress, State
 from lightning_accum.window.saved import check_state, damaged
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Totals
@@ -47,41 +48,18 @@ def snapshot(trainer: Trainer, progress: Progress, gradients: WindowGradients, w
         if _is_lost(trainer, progress) and window.length and loop.ready_batches(trainer) >= window.length.end:
             state["window"] = None
         return state
-    if why_not is None and is_sharded(trainer):
-        why_not = "they are sharded"
-    open_parts, state = _open_parts(trainer, progress), State()
+    open_parts, state = rhythm.open_parts(trainer, progress), State()
     if window.is_any(Phase.STEPPED):
-        state = _counted(trainer, progress, open_parts)
+        state = rhythm.counted(trainer, progress, open_parts)
     if not open_parts:
         return state
-    if why_not is not None:
-        return _left_out(why_not, progress) | state
-    return {"pending": _pack(trainer, open_parts, gradients)} | state
-
-
-def _open_parts(trainer: Trainer, progress: Progress) -> list[Accumulator]:
-    """Return the parts of the window that go on from here, on all ranks those of the same optimizers."""
-    window = progress.window
-    if window.is_any(Phase.STEPPED):
-        return rhythm.going_on(trainer, progress)
-    if window.length is None:  # between two effective steps
-        return [part for part in window.accumulators.values() if part.span.passed]
-    return [progress.accumulator(i) for i in range(len(trainer.optimizers))]
+    why_not = why_not or sharded.reason_to_leave_out(trainer)
+    kept = {"pending": _pack(trainer, open_parts, gradients)} if why_not is None else _left_out(why_not, progress)
+    return kept | state
 
 
 def _left_out(reason: str, progress: Progress) -> State:
     return {"left_out": reason if progress.window.is_pending else None}
-
-
-def _counted(trainer: Trainer, progress: Progress, open_parts: list[Accumulator]) -> State:
-    """Return what is other where the window's steps have begun: it counts, with those that it lacks."""
-    skipped = progress.skipped_steps + (not progress.window.has_moved)
-    state: State = {"effective_step": progress.effective_step + 1, "skipped_steps": skipped, "window": None}
-    parts = progress.window.accumulators.values()
-    if any(part.phase is Phase.OPEN and part not in open_parts for part in parts):
-        state["left_out"] = "only some of the optimizers had stepped"
-    spans = {part.index: part.span.after(int(trainer.accumulate_grad_batches)) for part in open_parts}
-    return state | ({"spans": as_state(spans)} if progress.every or progress.spans else {})
 
 
 def batch_is_done(trainer: Trainer, progress: Progress) -> bool:
@@ -150,14 +128,19 @@ def _pack_one(trainer: Trainer, window: Accumulator, optimizer: Optimizer, gradi
     if trainer.world_size > 1:
         weight, loss, *totals = all_reduce_sum(trainer, weight, loss, *counts).cpu()
         counts, length = [int(total) for total in totals], float(all_reduce_max(trainer, [length])[0])
-    means = all_reduce_mean(trainer, gradients.held(optimizer), like=parameters(optimizer))
+    held = gradients.held(optimizer)
+    if sharded.has_shards(trainer):
+        kept = sharded.pack(trainer, optimizer, held)
+    else:
+        means = all_reduce_mean(trainer, held, like=parameters(optimizer))
+        kept = [None if mean is None else mean.detach().to("cpu", copy=True) for mean in means]
     return {
         "length": length,
         "micro_batches": counts[0],
         "batches": counts[1],
         "weight": _on_cpu(weight),
         "loss": _on_cpu(loss),
-        "gradients": [None if mean is None else _on_cpu(mean) for mean in means],
+        "gradients": kept,
     }
 
 
@@ -209,21 +192,25 @@ def new_state(trainer: Trainer, every: tuple[int, ...] = ()) -> State:
 
 def restore_gradients(trainer: Trainer, progress: Progress, gradients: WindowGradients, state: State) -> str | None:
     """Restore what the open window held; return the reason if it held gradients that do not come back."""
+    first_step.undo_after_loading(trainer, state)
     reason: str | None = state.get("left_out")
     if "pending" not in state:
         return reason
     kept = state["pending"]["optimizers"]
     if not all(i < len(trainer.optimizers) and _fits(trainer.optimizers[i], kept[i]["gradients"]) for i in kept):
         return "they are those of other parameters"
+    if "sharded" in state["pending"] and not sharded.has_shards(trainer):
+        return "they are sharded, and the parameters are not"
+    if (why_not := sharded.reason_to_leave_out(trainer)) is not None:
+        return why_not
     _unpack(trainer, progress, gradients, state["pending"])
     return reason
 
 
-def _fits(optimizer: Optimizer, gradients: Iterable[Tensor | None]) -> bool:
-    shapes, gradients = [parameter.shape for parameter in parameters(optimizer)], list(gradients)
-    return len(shapes) == len(gradients) and all(
-        gradient is None or gradient.shape == shape for gradient, shape in zip(gradients, shapes, strict=True)
-    )
+def _fits(optimizer: Optimizer, gradients: Iterable[Tensor | list[int] | None]) -> bool:
+    shapes = [list(parameter.shape) for parameter in parameters(optimizer)]
+    kept = [list(gradient.shape) if isinstance(gradient, Tensor) else gradient for gradient in gradients]
+    return len(shapes) == len(kept) and all(own in (None, shape) for own, shape in zip(kept, shapes, strict=True))
 
 
 def _unpack(trainer: Trainer, progress: Progress, gradients: WindowGradients, packed: State) -> None:
@@ -235,7 +222,7 @@ def _unpack(trainer: Trainer, progress: Progress, gradients: WindowGradients, pa
     factor = loss_scale(scaler) / packed["scale"] * packed["ranks"] / ranks
     for i, kept in packed["optimizers"].items():
         optimizer = trainer.optimizers[i]
-        gradients.hold(optimizer, [None if g is None else g * factor for g in kept["gradients"]])
+        gradients.hold(optimizer, sharded.unpack(trainer, i, packed, factor))
         sums = Totals(_share(kept["weight"], trainer), _share(kept["loss"], trainer), ceil(kept["batches"] / ranks))
         micro_batches = ceil(kept["micro_batches"] / ranks)
         progress.accumulator(i).restore(sums, micro_batches, kept["length"], witness(optimizer))

@@ -1,4 +1,4 @@
-"""Which optimizers step where an effective step ends: those whose own windows end with it."""
+"""Where an effective step ends, and a checkpoint is made: whose own windows end there, and whose go on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning_accum.seams import loop
 from lightning_accum.seams.window_length import current_window
-from lightning_accum.window.progress import Progress
+from lightning_accum.window.progress import Progress, State, as_state
 from lightning_accum.window.state import Accumulator, Phase
 
 if TYPE_CHECKING:
@@ -33,3 +33,27 @@ def going_on(trainer: Trainer, progress: Progress) -> list[Accumulator]:
     """Return the parts of a window that is about to be counted which go on in the next one."""
     parts = [progress.accumulator(i) for i in range(len(trainer.optimizers))]
     return [part for part in parts if part.phase is not Phase.STEPPED and not is_due(trainer, part)]
+
+
+# In a checkpoint
+
+
+def open_parts(trainer: Trainer, progress: Progress) -> list[Accumulator]:
+    """Return the parts of the window that go on from here, on all ranks those of the same optimizers."""
+    window = progress.window
+    if window.is_any(Phase.STEPPED):
+        return going_on(trainer, progress)
+    if window.length is None:  # between two effective steps
+        return [part for part in window.accumulators.values() if part.span.passed]
+    return [progress.accumulator(i) for i in range(len(trainer.optimizers))]
+
+
+def counted(trainer: Trainer, progress: Progress, open_parts: list[Accumulator]) -> State:
+    """Return what is other where the window's steps have begun: it counts, with those that it lacks."""
+    skipped = progress.skipped_steps + (not progress.window.has_moved)
+    state: State = {"effective_step": progress.effective_step + 1, "skipped_steps": skipped, "window": None}
+    parts = progress.window.accumulators.values()
+    if any(part.phase is Phase.OPEN and part not in open_parts for part in parts):
+        state["left_out"] = "only some of the optimizers had stepped"
+    spans = {part.index: part.span.after(int(trainer.accumulate_grad_batches)) for part in open_parts}
+    return state | ({"spans": as_state(spans)} if progress.every or progress.spans else {})
