@@ -226,7 +226,7 @@ def as_weight(weight: object, device: torch.device, name: str = "weight") -> flo
         TypeError: not a number.
         ValueError: negative or not finite (a number, or a CPU tensor), or a tensor that is not of shape ``()``.
     """
-    if type(weight) in (int, float) and 0 <= weight < math.inf:  # type: ignore[operator] # most weights, at once
+    if type(weight) in (int, float) and 0 <= weight < 1e300:  # type: ignore[operator] # most weights, at once
         return float(weight)  # type: ignore[arg-type]
     if isinstance(weight, Tensor):
         if weight.is_complex():
