@@ -167,8 +167,8 @@ def _check_model(model: object, functions: Mapping[str, object]) -> None:
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(
-                f"`check_equivalence({name}={function!r})`: must be a function of the model and a micro-batch (a"
-                " `loss_fn` beside an `embed_fn`: of the model and the embeddings)."
+                f"`check_equivalence(model, batch, loss_fn)`: `{name}` must be a function of the model and a"
+                f" micro-batch, got {function!r}."
             )
 
 
