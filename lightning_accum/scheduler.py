@@ -163,11 +163,10 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         if self._engine.ranks.size > 1:
             refusals.refuse_unequal_ends(trainer)
         place = loop.place_in_epoch(trainer, batch_idx)
-        opens = self._placement.begin_batch(trainer, place, extends_overdue=self._door.extends_overdue)
-        inside = self.flags.hold_logs(trainer)
-        if opens:
+        if opens := self._placement.begin_batch(trainer, place, extends_overdue=self._door.extends_overdue):
             self.gradients.start(trainer.optimizers)  # BackboneFinetuning adds parameters between windows
             self._engine.guard_open_window()
+        inside = self.flags.hold_logs(trainer)
         if opens or not inside:  # the end of a micro-batch matters to us where a window ends, and where an epoch does
             hooks.pass_over(self, "on_train_batch_end", inside and self._placement.is_inside_epoch(trainer))
         self._door.begin_batch(batch)
