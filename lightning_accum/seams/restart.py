@@ -93,9 +93,14 @@ def enter_due_validation(trainer: Trainer) -> None:
         for count in (epoch_loop.val_loop.batch_progress.total, epoch_loop.val_loop.batch_progress.current):
             vars(count).update(_INSIDE)
         epoch_loop.update_restart_stage()
-    elif not is_due and trainer.fit_loop.restarted_mid_epoch and loop.epoch_is_complete(trainer):
+    elif not is_due and trainer.fit_loop.restarted_mid_epoch and _is_last_batch(trainer):
         epoch_loop.val_loop._has_run = True
         logs.advance_logger_step(trainer)  # as the loop does behind the validation
+
+
+def _is_last_batch(trainer: Trainer) -> bool:
+    # The plain int: the Trainer's may be `NotReached` still.
+    return loop.epoch_is_complete(trainer) or 0 <= int(trainer.max_steps) <= trainer.global_step
 
 
 def end_restart(trainer: Trainer) -> None:

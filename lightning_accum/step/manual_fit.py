@@ -56,7 +56,7 @@ class ManualDoor(Door):
         self._engine, self._module, self._trainer = engine, module, engine.trainer
         self._lr_schedulers = LRSchedulers()
         self._step = step = ManualStep(engine, module, self._lr_schedulers)
-        self._batches_before = 0  # in the whole training, where the epoch begins
+        self._batches_before = -1  # in the whole training, where the epoch begins; -1 in one that a checkpoint is of
         # If nothing is contributed: steps alone end the fit. Until it was warned of.
         self._is_endless = engine.trainer.max_epochs == -1 != engine.trainer.max_steps
         slips.warn_of_unused_hooks(module)

@@ -545,3 +545,99 @@ def test_c05_a_validation_that_is_due_at_the_last_epochs_end_is_made_by_the_resu
     validations = [name for name in whole.happened if name.startswith("validation")]
     assert validations == ["validation 2", "validation 4"]
     assert [name for name in first.happened + resumed.happened if name.startswith("validation")] == validations
+
+
+def validations(module: Any) -> list[str]:
+    return [name for name in module.happened if name.startswith("validation")]
+
+
+# With two windows in an epoch: its last micro-batch, and one inside it
+AT_STOP = pytest.mark.parametrize(("max_steps", "at"), [(4, (1, 5)), (3, (1, 2)), (1, (0, 2))])
+
+
+@DOORS
+@AT_STOP
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_start", "on_validation_end"])
+@pytest.mark.parametrize("own", [True, False], ids=["ValidateEveryNSteps", "val_check_interval"])
+@pytest.mark.parametrize("saver_first", [True, False], ids=["saver first", "saver last"])
+def test_c05_the_resumed_fit_ends_the_last_micro_batch_of_max_steps(
+    door: str, max_steps: int, at: Any, hook: str, own: bool, saver_first: bool
+) -> None:
+    def run(*savers: Any, ckpt_path: str | None = None) -> Any:
+        scheduler, validate = AccumulationScheduler(3), [ValidateEvery(1)] if own else []
+        module = through(door, Net)()
+        trainer = make_trainer(
+            max_steps=max_steps,
+            max_epochs=-1,
+            num_sanity_val_steps=0,
+            callbacks=[*savers, *validate, scheduler] if saver_first else [scheduler, *validate, *savers],
+            **({} if own else {"val_check_interval": 3}),
+        )
+        with suppress(Halt):
+            trainer.fit(module, Resumable(DATA), Resumable(DATA[:1]), ckpt_path=ckpt_path)
+        assert trainer.max_steps == max_steps
+        assert "setup_data" not in vars(trainer.fit_loop)
+        return module
+
+    whole, first = run(), run(Save(hook, at))
+    resumed = run(ckpt_path="saved.ckpt")
+    assert len(whole.windows) == max_steps
+    assert validations(whole) == [f"validation {i + 1}" for i in range(max_steps)]
+    made = validations(first) + validations(resumed)
+    assert made == validations(whole)[: -1 if hook == "on_validation_end" else None]  # Halt came before the module's
+    # In automatic optimization the scheduler reports it: a saver before it has saved a window that is counted.
+    told = first.windows + resumed.windows
+    assert told == whole.windows[: -1 if (door, saver_first, hook) == (CALLBACK, True, "on_train_batch_end") else None]
+    assert resumed.trainer.global_step == max_steps
+    if hook != "on_validation_end":
+        assert resumed.happened[-1] == whole.happened[-1] == f"end {at[0]}"
+        assert resumed.trainer.current_epoch == whole.trainer.current_epoch
+        assert {**first.rates, **resumed.rates} == whole.rates
+        assert torch.equal(flat(resumed.net), flat(whole.net))
+
+
+@AT_STOP
+@pytest.mark.parametrize("validated", [True, False])
+def test_c05_also_behind_an_error_in_the_last_micro_batch(max_steps: int, at: Any, validated: bool) -> None:
+    def run(module: Any, **more: Any) -> Any:
+        callbacks = [ValidateEvery(1)] if validated else []
+        return fit(module, factor=3, callbacks=callbacks, max_steps=max_steps, max_epochs=-1, **more)
+
+    whole, first = run(Behind()), run(Behind(at))
+    assert_goes_on(whole, first, run(Behind(), ckpt_path="saved.ckpt"))
+
+
+@pytest.mark.parametrize("at", [(0, 1), LAST_BUT_ONE, LAST])
+def test_c05_s11_an_epoch_of_which_a_resumed_fit_sees_the_end_only_is_not_called_empty(at: Any) -> None:
+    def run(*callbacks: Any, **more: Any) -> Any:
+        return fit(through(MIXIN, Net)(), callbacks=callbacks, max_steps=6, max_epochs=-1, **more)
+
+    run(Save("on_train_batch_end", at))
+    assert run(ckpt_path="saved.ckpt").trainer.global_step == 6  # and no warning
+
+
+@DOORS
+def test_c05_a_fit_whose_last_steps_are_over_is_left_out_as_in_lightning(door: str) -> None:
+    def run(*callbacks: Any, **more: Any) -> Any:
+        return fit(through(door, Net)(), factor=3, callbacks=callbacks, max_steps=4, max_epochs=-1, **more)
+
+    run(Save("on_train_epoch_end", (1, 5)))
+    resumed = run(ckpt_path="saved.ckpt")
+    assert resumed.happened == []
+    assert resumed.trainer.global_step == resumed.trainer.max_steps == 4
+
+
+@DOORS
+def test_c05_a_resumed_fit_that_fails_before_training_leaves_max_steps_as_they_were(door: str) -> None:
+    class Fails(Callback):
+        def on_train_start(self, *args: Any) -> None:
+            raise Halt
+
+    def run(*callbacks: Any, **more: Any) -> Any:
+        flags = {"max_steps": 4, "max_epochs": -1}
+        return fit(through(door, Net)(), factor=3, callbacks=[ValidateEvery(2), *callbacks], **flags, **more)
+
+    run(Save("on_validation_start", (1, 5)))
+    trainer = run(Fails(), ckpt_path="saved.ckpt").trainer
+    assert trainer.max_steps == 4
+    assert "setup_data" not in vars(trainer.fit_loop)
