@@ -147,6 +147,11 @@ def skips_epoch_start(trainer: Trainer) -> bool:
     return left_in_batch_end and ready_batches(trainer) >= trainer.num_training_batches
 
 
+def is_between_epochs(trainer: Trainer) -> bool:
+    """Whether training begins at an epoch's end or start, and not with the first one."""
+    return all_batches(trainer) > 0 and not trainer.fit_loop.restarted_mid_epoch
+
+
 def set_up_data(trainer: Trainer) -> None:
     """Let ``trainer.train_dataloader`` be there before training, as `Trainer.estimated_stepping_batches` does."""
     if trainer.train_dataloader is None:

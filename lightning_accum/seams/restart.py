@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from lightning_accum.seams import logs, loop
 from lightning_accum.seams.roots import call_callback_hooks, call_module_hook
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import Callback, Trainer
 
 _INSIDE = {"ready": 1, "started": 1, "processed": 0, "completed": 0}  # a validation that has begun and is not over
 
@@ -138,16 +139,32 @@ def _keep_prefetched(trainer: Trainer) -> None:
         fetcher.setup(_Begun(fetcher))
 
 
-def call_batch_end(trainer: Trainer) -> None:
+def call_batch_end(trainer: Trainer, behind: Callback | None = None) -> None:
     """Call ``on_train_batch_end`` of all callbacks and the module, as where the loader gives None for the micro-batch.
 
     Fact: with None for the outputs and the batch.
+
+    Args:
+        trainer: the Trainer of the fit.
+        behind: if given, only callbacks behind this one are called.
     """
     arguments = (trainer, "on_train_batch_end", None, None, loop.ready_batches(trainer) - 1)
     trainer._logger_connector.on_batch_start(None)
-    call_callback_hooks(*arguments)
+    with nullcontext() if behind is None else _callbacks_behind(trainer, behind):
+        call_callback_hooks(*arguments)
     call_module_hook(*arguments)
     trainer._logger_connector.on_batch_end()
+
+
+@contextmanager
+def _callbacks_behind(trainer: Trainer, callback: Callback) -> Iterator[None]:
+    """Have only the callbacks behind this one in the list, for a while."""
+    every = loop.callbacks(trainer)
+    loop.set_callbacks(trainer, every[every.index(callback) + 1 :])
+    try:
+        yield
+    finally:
+        loop.set_callbacks(trainer, every)
 
 
 def note_steps_before(trainer: Trainer) -> None:

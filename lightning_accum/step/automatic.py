@@ -45,6 +45,7 @@ class AutomaticDoor(Door):
         self._weight: Weight = 1.0
         self._grad_norm: Tensor | None = None
         self._skips: list[Callable[[], bool]] = []  # each tells whether the step under way was skipped
+        self._reported = 0  # the micro-batch whose window's report is being told of, as `Engine.batch` counts
 
     @override
     def extends_overdue(self) -> bool:
@@ -171,7 +172,9 @@ class AutomaticDoor(Door):
         step = self._engine.report(window, self._grad_norm) if reports else None
         self._engine.close(at=loop.ready_batches(self._trainer))
         if step is not None:
+            self._reported = self._engine.batch
             effective_step.notify(self._trainer, self._module, step)
+            self._reported = 0
 
     def _drop_if_left_out(self) -> None:
         """Drop the window if an ``optimizer_step`` of the user's has left out its step, as Lightning does; count it.
@@ -198,7 +201,8 @@ class AutomaticDoor(Door):
         if loop.batch_is_processed(self._trainer):  # callbacks before the scheduler save before `end_batch`
             self._end_step(self._engine.progress.accumulator(0))
         monitors = [config.monitor for config in self._trainer.lr_scheduler_configs]
-        return {"metrics": restart.followed_metrics(self._trainer, monitors)}
+        is_told = self._reported == self._engine.batch > 0
+        return {"metrics": restart.followed_metrics(self._trainer, monitors), "is_told": is_told}
 
     @override
     def finish_batch(self, state: State) -> None:
@@ -206,6 +210,8 @@ class AutomaticDoor(Door):
         if unfinished is not None:
             restart.step_lr_schedulers(self._trainer, at_window_end=unfinished["is_counted"])
             is_closed = unfinished["is_counted"]
+        if state.get("is_told"):  # made in `on_effective_step_end`: by the scheduler, callbacks behind it are to come
+            restart.call_batch_end(self._trainer, behind=self._engine.scheduler)
         if is_closed and restart.is_left_in_batch_end(self._trainer) and not loop.validates_now(self._trainer):
             restart.step_plateau_schedulers(self._trainer)
 

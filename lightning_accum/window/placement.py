@@ -78,8 +78,11 @@ class WindowPlacement:
             progress.samples = Samples(seen, loop.passed_batches(trainer))
         if window is not None:
             self._open(trainer, window["length"], window["opened_at"])
+            self._flags.hold_logs(trainer)  # now: callbacks before the scheduler log before `begin_batch`
         if loop.skips_epoch_start(trainer):
             self.begin_epoch(trainer)
+        if loop.is_between_epochs(trainer):  # saved by a callback before the scheduler
+            self._correct_logger_step(trainer, at_least=1)
         if progress.window.length is None:
             at = loop.ready_batches(trainer)
             self._flags.write(trainer, self._placed(self._factor(trainer), at, self._factor(trainer)))

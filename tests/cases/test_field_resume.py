@@ -14,7 +14,7 @@ import torch
 from doors import CALLBACK, MIXIN, SCHEDULED, Rows, through
 from helpers import flat, item_losses, make_batches, make_net, make_trainer
 from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
 from resume_helpers import Resumable
 from torch import Tensor
 
@@ -171,19 +171,49 @@ def test_c01_weight_averaging_loses_no_step_behind_an_error(at: Any, averaging: 
 
 
 @AVERAGES
-@pytest.mark.parametrize(
-    ("door", "hook"),
-    [(CALLBACK, "on_train_batch_end"), (MIXIN, "on_train_batch_end"), (MIXIN, "on_effective_step_end")],
-)
+@DOORS
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_effective_step_end"])
 @pytest.mark.parametrize("at", [(0, 1), LAST, (1, 5)])
-def test_c01_also_of_a_checkpoint_made_where_the_step_is_told(door: str, hook: str, at: Any) -> None:
+@pytest.mark.parametrize("flags", [{}, {"factor": 1}, {"max_steps": 6}, {"factor": 1, "max_steps": 12}], ids=str)
+def test_c01_also_of_a_checkpoint_made_where_the_step_is_told(door: str, hook: str, at: Any, flags: Any) -> None:
     def run(*callbacks: Any, **more: Any) -> Any:
-        return fit(through(door, Net)(), callbacks=[WeightAveraging(), *callbacks], **more)
+        return fit(through(door, Net)(), callbacks=[WeightAveraging(), *callbacks], **flags, **more)
 
     whole, first = run(), run(Save(hook, at))
     resumed = run(ckpt_path="saved.ckpt")
     assert torch.equal(flat(resumed.net), flat(whole.net))
     assert first.windows + resumed.windows == whole.windows
+
+
+@DOORS
+@pytest.mark.parametrize("at", [(0, 0), (0, 3), LAST, (1, 5)])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_c01_a_checkpoint_made_where_the_step_is_told_leaves_each_batch_end_to_one_of_the_two_fits(
+    door: str, at: Any, factor: int
+) -> None:
+    class Counts(Callback):
+        def __init__(self) -> None:
+            self.places: list[tuple[int, int]] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.places.append((trainer.current_epoch, batch_idx))
+
+    def run(*savers: Any, **more: Any) -> list[Counts]:
+        counts = [Counts(), Counts()]
+        trainer = make_trainer(
+            max_epochs=2,
+            callbacks=[counts[0], AccumulationScheduler(factor), *savers, counts[1]],
+            num_sanity_val_steps=0,
+        )
+        with suppress(Halt):
+            trainer.fit(through(door, Net)(), Resumable(DATA), Resumable(DATA[:1]), **more)
+        return counts
+
+    saves = (at[1] + 1) % factor == 0
+    whole, first = run(), run(Save("on_effective_step_end", at))
+    resumed = run(ckpt_path="saved.ckpt") if saves else [Counts(), Counts()]
+    for i in (0, 1):
+        assert first[i].places + resumed[i].places == whole[i].places == [(e, b) for e in range(2) for b in range(6)]
 
 
 # A3: a checkpoint at an epoch's end
@@ -641,3 +671,42 @@ def test_c05_a_resumed_fit_that_fails_before_training_leaves_max_steps_as_they_w
     trainer = run(Fails(), ckpt_path="saved.ckpt").trainer
     assert trainer.max_steps == 4
     assert "setup_data" not in vars(trainer.fit_loop)
+
+
+# C8: the loggers' x
+
+
+@DOORS
+@pytest.mark.parametrize("partial_window", ["average", "drop", "carry"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+@pytest.mark.parametrize("saver_first", [True, False], ids=["saver first", "saver last"])
+@pytest.mark.parametrize("at", [(0, 5), (1, 5), (1, 1)])
+def test_c08_the_loggers_x_is_that_of_the_uninterrupted_run(
+    door: str, partial_window: Any, hook: str, saver_first: bool, at: Any
+) -> None:
+    if door == CALLBACK and partial_window != "average":
+        return  # needs the mixin
+    at = (at[0], 5) if hook == "on_train_epoch_end" else at
+
+    def run(*savers: Any, ckpt_path: str | None = None) -> list[Any]:
+        scheduler = AccumulationScheduler({0: 4, 1: 3}, partial_window=partial_window)
+        # A saver before it saves what AccumulationMonitor has not heard of yet.
+        others = [LearningRateMonitor("step"), LearningRateMonitor("epoch")]
+        others += [] if saver_first else [AccumulationMonitor()]
+        rows = Rows()
+        trainer = make_trainer(
+            max_epochs=3,
+            num_sanity_val_steps=0,
+            callbacks=[*savers, *others, scheduler] if saver_first else [scheduler, *others, *savers],
+            logger=rows,
+            val_check_interval=2,
+        )
+        with suppress(Halt):
+            trainer.fit(through(door, Net)(), Resumable(DATA), Resumable(DATA[:1]), ckpt_path=ckpt_path)
+        return rows.rows
+
+    whole = run()
+    run(Save(hook, at))
+    resumed = run(ckpt_path="saved.ckpt")
+    assert 0 < len(resumed) < len(whole)
+    assert resumed == whole[len(whole) - len(resumed) :]
