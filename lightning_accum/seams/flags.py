@@ -96,7 +96,7 @@ class TrainerFlags:
             set_up()
             if type(trainer.max_steps) is NotReached:
                 _restore_max_steps(trainer)
-            elif fit_loop.restarting and _is_inside_batch(trainer) and trainer.global_step >= trainer.max_steps:
+            elif fit_loop.restarting and _is_inside_batch(trainer):
                 fit_loop.epoch_loop.max_steps = NotReached(trainer.max_steps)
 
         hooks.shadow(fit_loop, "setup_data", set_up_then_enter)

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lightning_accum.seams import logs, loop
@@ -196,7 +197,16 @@ def restore_metrics(trainer: Trainer, metrics: dict[str, Tensor]) -> None:
     trainer._logger_connector._callback_metrics.update({name: value.to(device) for name, value in metrics.items()})
 
 
-# LR schedulers in automatic optimization
+# The step and LR schedulers in automatic optimization
+
+
+def step_optimizer(trainer: Trainer) -> None:
+    """Let the loop take the optimizer step behind a backward that is over, with all hooks.
+
+    Fact: under a GradScaler it leaves the step out if the closure returns None, as where `training_step` does.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop.automatic_optimization._optimizer_step(epoch_loop.batch_idx, lambda: torch.zeros(()))
 
 
 def step_lr_schedulers(trainer: Trainer, *, at_window_end: bool) -> None:

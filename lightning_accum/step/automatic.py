@@ -208,12 +208,21 @@ class AutomaticDoor(Door):
     def finish_batch(self, state: State) -> None:
         is_closed, unfinished = state["window"] is None, state.get("unfinished")
         if unfinished is not None:
-            restart.step_lr_schedulers(self._trainer, at_window_end=unfinished["is_counted"])
-            is_closed = unfinished["is_counted"]
+            is_closed = unfinished["is_counted"] or self._step_if_full(is_added=unfinished["is_added"])
+            restart.step_lr_schedulers(self._trainer, at_window_end=is_closed)
         if state.get("is_told"):  # made in `on_effective_step_end`: by the scheduler, callbacks behind it are to come
             restart.call_batch_end(self._trainer, behind=self._engine.scheduler)
         if is_closed and restart.is_left_in_batch_end(self._trainer) and not loop.validates_now(self._trainer):
             restart.step_plateau_schedulers(self._trainer)
+
+    def _step_if_full(self, *, is_added: bool) -> bool:
+        """Take the step that the checkpoint's micro-batch should have ended with; whether there was one."""
+        engine = self._engine
+        if engine.is_full(is_added=is_added):
+            engine.batch = engine.progress.last_batch = loop.all_batches(self._trainer)
+            restart.step_optimizer(self._trainer)
+            return True
+        return False
 
     @override
     def end_epoch(self) -> bool:

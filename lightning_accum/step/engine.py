@@ -21,7 +21,7 @@ from lightning_accum.gradients.distributed import Ranks
 from lightning_accum.gradients.precision import LOW_PRECISION, real_divisor
 from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule.factors import PartialWindow, Schedule
-from lightning_accum.seams import hooks
+from lightning_accum.seams import hooks, loop
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.roots import rank_zero_warn
 from lightning_accum.window.progress import Progress, State
@@ -153,6 +153,18 @@ class Engine:
         if at is not None:
             self.progress.closed_batch = self.batch
         self.flags.write_closed(self.trainer, at)
+
+    def is_full(self, *, is_added: bool) -> bool:
+        """Whether a resumed fit begins with the step of the open window.
+
+        Args:
+            is_added: whether the checkpoint's micro-batch is in it. If it was lost, the next one takes its place, unless
+                the epoch ends here.
+        """
+        window = self.progress.window
+        if window.length is None or not window.is_pending or loop.ready_batches(self.trainer) < window.length.end:
+            return False
+        return is_added or loop.epoch_is_complete(self.trainer)
 
     # Windows that stay open, and windows that are not counted
 

@@ -145,11 +145,10 @@ class ManualDoor(Door):
     @override
     def finish_batch(self, state: State) -> None:
         trainer, progress = self._trainer, self._engine.progress
-        self._engine.batch, length = loop.all_batches(trainer), progress.window.length
+        self._engine.batch = loop.all_batches(trainer)
         if (unfinished := state.get("unfinished")) is not None:
             progress.closed_batch = self._engine.batch * unfinished["is_counted"]
-            is_full = length is not None and loop.ready_batches(trainer) >= length.end
-            if unfinished["is_added"] and is_full and progress.window.is_pending:
+            if self._engine.is_full(is_added=unfinished["is_added"]):
                 self._step.close_window(at=loop.ready_batches(trainer))
         self._lr_schedulers.load_state_dict(trainer, state.get("lr_schedulers"))
         self._step.complete_epoch()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from doors import CALLBACK, MIXIN, SCHEDULED, Rows, through
 from helpers import flat, item_losses, make_batches, make_net, make_trainer
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from resume_helpers import Resumable
 from torch import Tensor
 
@@ -373,6 +374,123 @@ def test_a12_an_error_between_contributions_keeps_what_was_added_and_says_that_t
     assert first.windows + resumed.windows == whole.windows
     torch.testing.assert_close(flat(resumed.net), flat(whole.net), rtol=1e-10, atol=1e-10)
     assert {**first.rates, **resumed.rates} == whole.rates
+
+
+class FailsAfterBackward(Callback):
+    def __init__(self, at: tuple[int, int] | None = None) -> None:
+        self.at = at
+
+    def on_after_backward(self, trainer: L.Trainer, module: Any) -> None:
+        if (trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx) == self.at:
+            raise Halt
+
+
+@pytest.mark.parametrize("at", [(0, 0), (0, 1), LAST_BUT_ONE, LAST, (1, 3), (1, 5)])
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+@pytest.mark.parametrize("flags", [{}, {"factor": 4}, {"max_steps": 6}, {"gradient_clip_val": 0.5}], ids=str)
+def test_a12_an_error_behind_the_backward_in_automatic_optimization_costs_nothing(
+    at: Any, interval: str, flags: Any
+) -> None:
+    class Rated(Net):
+        def configure_optimizers(self) -> Any:
+            optimizers, (rate,) = super().configure_optimizers()
+            return optimizers, [{**rate, "interval": interval}]
+
+    def run(fails: Any = None, **more: Any) -> Any:
+        options = {"val_check_interval": 2, "scheduler": {"weight_fn": lambda batch: len(batch[0])}, **flags}
+        return fit(Rated(), callbacks=[FailsAfterBackward(fails)], **options, **more)
+
+    whole, first = run(), run(at)
+    resumed = run(ckpt_path="saved.ckpt")
+    assert_goes_on(whole, first, resumed)
+    assert resumed.trainer.global_step == whole.trainer.global_step
+
+
+def test_a12_also_where_a_grad_scaler_skips_or_a_hook_of_the_users_own_steps() -> None:
+    class Steps(Net):
+        def optimizer_step(self, epoch: int, i: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            self.happened.append(f"step {epoch} {i}")
+            optimizer.step(closure=optimizer_closure)
+
+    def run(fails: Any = None, **more: Any) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+        return fit(Steps(), callbacks=[FailsAfterBackward(fails)], plugins=plugins, **more)
+
+    whole = run()
+    for at in ((0, 1), LAST, (1, 2)):
+        Path("saved.ckpt").unlink(missing_ok=True)
+        first = run(at)
+        resumed = run(ckpt_path="saved.ckpt")
+        steps = [name for name in first.happened + resumed.happened if name.startswith("step")]
+        wanted = [name for name in whole.happened if name.startswith("step")]
+        assert sorted(set(steps)) == wanted  # the step that failed was asked for twice
+        assert first.windows + resumed.windows == whole.windows
+        assert torch.equal(flat(resumed.net), flat(whole.net))
+        assert resumed.trainer.precision_plugin.scaler.get_scale() == whole.trainer.precision_plugin.scaler.get_scale()
+
+
+@pytest.mark.parametrize("at", [(0, 0), (0, 3), LAST, (1, 4)])
+@pytest.mark.parametrize("where", ["first pass", "loss", "second pass"])
+def test_a12_an_error_in_a_cached_batch_costs_that_batch_or_says_what_else(where: str, at: Any) -> None:
+    class Cached(AccumulationMixin, Net):
+        left: Any = ()
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            here = (self.trainer.current_epoch, batch_idx)
+            self.rates[f"{here[0]} {here[1]}"] = self.trainer.optimizers[0].param_groups[0]["lr"]
+            self.calls, pieces = 0, len(batch[0])
+            if here in self.left:
+                return
+
+            def embed(piece: Any) -> Tensor:
+                self.calls += 1
+                if here == self.fails and self.calls == {"first pass": pieces, "second pass": 2 * pieces}.get(where):
+                    raise Halt
+                return self.net(piece[0])
+
+            def loss(embeddings: Tensor) -> Tensor:
+                if here == self.fails and where == "loss":
+                    raise Halt
+                return (embeddings @ embeddings.T).square().mean() * 0.01 + embeddings.square().mean()
+
+            self.accumulate_cached(batch, embed, loss, micro_batch_size=1)
+
+    whole = Cached()
+    # In the second pass the gradients of the window's micro-batches before it are lost with the incomplete ones.
+    torn = where == "second pass" and at[1] % 3 > 0
+    whole.left = {at, *((at[0], at[1] // 3 * 3 + i) for i in range(at[1] % 3 if torn else 0))}
+    fit(whole, factor=3)
+    first = fit(Cached(at), factor=3)
+    told = pytest.warns(UserWarning, match=r"without its gradients \(a backward or a step was under way\)")
+    with told if torn else nullcontext():
+        resumed = fit(Cached(), factor=3, ckpt_path="saved.ckpt")
+    torch.testing.assert_close(flat(resumed.net), flat(whole.net), rtol=1e-10, atol=1e-10)
+    assert {**first.rates, **resumed.rates} == whole.rates
+    assert [n for _, n in first.windows + resumed.windows] == [n for _, n in whole.windows]
+
+
+@DOORS
+def test_a12_the_epochs_last_micro_batch_that_is_lost_closes_its_window_before_the_epochs_lr_step(door: str) -> None:
+    class Fails(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if (self.trainer.current_epoch, batch_idx) == self.fails:
+                raise Halt
+            return loss
+
+    class Lost(Net):
+        """The loader gave nothing at that place: what is right."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            lost = (self.trainer.current_epoch, batch_idx) == LAST
+            return None if lost else super().training_step(batch, batch_idx)
+
+    whole = fit(Lost(), factor=3)
+    fit(through(door, Fails)(LAST), factor=3)
+    resumed = fit(through(door, Net)(), factor=3, ckpt_path="saved.ckpt")
+    assert resumed.windows == [(1, 2), *whole.windows[2:]]
+    torch.testing.assert_close(flat(resumed.net), flat(whole.net), rtol=1e-10, atol=1e-10)
 
 
 # A6: epochs without a training step
