@@ -19,6 +19,8 @@ from lightning_accum.gradients.norms import gradient_norm
 from lightning_accum.schedule.factors import Schedule
 from lightning_accum.seams import hooks, loop, restart
 from lightning_accum.step.engine import Door, Engine
+from lightning_accum.step.guards import EvaluationGuard
+from lightning_accum.step.left_out import step_for_lightning
 from lightning_accum.window.progress import State
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution
@@ -42,6 +44,7 @@ class AutomaticDoor(Door):
         self._is_weighted = engine.options.weight_fn is not None
         engine.progress.sees_all_weights = engine.ranks.size == 1 or not self._is_weighted
         self._sums_losses = False
+        self._evaluations = EvaluationGuard()
         self._weight: Weight = 1.0
         self._grad_norm: Tensor | None = None
         self._skips: list[Callable[[], bool]] = []  # each tells whether the step under way was skipped
@@ -63,6 +66,7 @@ class AutomaticDoor(Door):
         plugin = self._trainer.precision_plugin
         hooks.cover(plugin, "backward", partial(self._backward, plugin.backward))
         sync_first_backward(self._trainer)
+        self._evaluations.install(self._trainer.optimizers)
 
     @override
     def begin_batch(self, batch: object) -> None:
@@ -93,6 +97,8 @@ class AutomaticDoor(Door):
             if window.micro_batches > 1:
                 raise refusals.evaluates_again(self._trainer.optimizers[0])
             window.drop()  # a closure optimizer evaluates the same micro-batch again
+        elif window.micro_batches:
+            self._evaluations.check(self._trainer.optimizers[0])
         divisor = precision.real_divisor(int(self._trainer.accumulate_grad_batches), loss.dtype)
         sums_loss = self._sums_losses and not weighs_nothing(self._weight)
         contribution = Contribution(self._weight, self._whole(loss) if sums_loss else None)
@@ -123,7 +129,7 @@ class AutomaticDoor(Door):
         if scaler is not None:
             self._skips.append(precision.ScaledStep(scaler, optimizer).finish)
             if self._engine.progress.last_batch != self._engine.batch:
-                self._step_for_lightning(scaler, optimizer)
+                step_for_lightning(self._module, scaler, optimizer)
         ranks = self._engine.ranks
         # Without `weight_fn` all ranks contribute as much: Lightning refuses a None of some of them.
         self._engine.begin_step(window, ranks.window_totals if self._is_weighted else ranks.equal_totals)
@@ -142,25 +148,10 @@ class AutomaticDoor(Door):
 
         hooks.shadow_once(self._module, "configure_gradient_clipping", own_clip_of_any)
 
-    def _step_for_lightning(self, scaler: precision.GradScaler, optimizer: Optimizer) -> None:
-        """Take the step that Lightning leaves out under a GradScaler if the window's last `training_step` gave None.
-
-        It neither unscales nor steps then, but does call the hooks before the step, and clips after them.
-        """
-        if not precision.is_fused(optimizer):
-            scaler.unscale_(optimizer)
-        own_clip: hooks.Hook = self._module.configure_gradient_clipping
-
-        def own_clip_then_step(*args: object, **kwargs: object) -> None:
-            own_clip(*args, **kwargs)
-            scaler.step(optimizer)
-            scaler.update()
-
-        hooks.shadow_once(self._module, "configure_gradient_clipping", own_clip_then_step)
-
     @override
     def end_batch(self) -> None:
         """Count the window that this micro-batch has closed, then report it."""
+        self._evaluations.end()
         window = self._driven
         if window is None or window.phase is Phase.EMPTY:
             return
@@ -251,3 +242,4 @@ class AutomaticDoor(Door):
     def release(self) -> None:
         hooks.unshadow_all(self._module, "configure_gradient_clipping", "on_train_epoch_end")
         hooks.unshadow_all(self._trainer.precision_plugin, "backward")
+        self._evaluations.remove()

@@ -158,8 +158,8 @@ class Engine:
         """Whether a resumed fit begins with the step of the open window.
 
         Args:
-            is_added: whether the checkpoint's micro-batch is in it. If it was lost, the next one takes its place, unless
-                the epoch ends here.
+            is_added: whether the checkpoint's micro-batch is in it. If it was lost, the next one takes its place,
+                unless the epoch ends here.
         """
         window = self.progress.window
         if window.length is None or not window.is_pending or loop.ready_batches(self.trainer) < window.length.end:

@@ -11,12 +11,14 @@ from torch.optim import Optimizer
 
 from lightning_accum.checks.arguments import check_clip
 from lightning_accum.checks.by_hand import warn_of_clip_by_hand
+from lightning_accum.checks.refusals import evaluates_again
 from lightning_accum.gradients import buffers
 from lightning_accum.gradients.norms import clip_by_norm, gradient_norm
 from lightning_accum.gradients.precision import ScaledStep, active_scaler, without_autocast
 from lightning_accum.seams import hooks, loop
 from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS
 from lightning_accum.step.engine import Engine
+from lightning_accum.step.guards import EvaluationGuard
 from lightning_accum.step.slips import GradientWatch
 from lightning_accum.window.state import Phase
 
@@ -53,12 +55,28 @@ class OptimizerStep:
         scaler, clipped = active_scaler(self._trainer), list[Optimizer]()
         scaled_step = None if scaler is None else ScaledStep(scaler, optimizer.optimizer)
         counted = nullcontext() if in_training_step else loop.counted(self._trainer, optimizer)
-        with without_autocast(self._module.device), self._clipping(clipped), counted:
+        evaluated = self._evaluated_once(optimizer.optimizer)
+        with without_autocast(self._module.device), self._clipping(clipped), counted, evaluated:
             optimizer.step()
         if scaled_step is None:
             return bool(clipped)
         self._follow_scale(scaled_step.ratio)
         return not scaled_step.finish() and bool(clipped)
+
+    def _evaluated_once(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Refuse a step that evaluates the loss for moved weights, or twice: its closure has nothing to evaluate."""
+        plugin, guard, closures = self._trainer.precision_plugin, EvaluationGuard(), list[Optimizer]()
+        after_closure: hooks.Hook = plugin._after_closure
+        guard.begin(optimizer)
+
+        def check_then_call_hooks(*args: object, **kwargs: object) -> None:
+            guard.check(optimizer)
+            if closures:
+                raise evaluates_again(optimizer)
+            closures.append(optimizer)
+            after_closure(*args, **kwargs)
+
+        return hooks.shadowed(plugin, "_after_closure", check_then_call_hooks)
 
     def _clipping(self, clipped: list[Optimizer]) -> AbstractContextManager[None]:
         """Let the clip run after the module's own ``on_before_optimizer_step``, as in automatic optimization.
