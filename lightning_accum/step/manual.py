@@ -23,6 +23,7 @@ from lightning_accum.step.lr_schedulers import LRSchedulers
 from lightning_accum.step.micro_batch import WHOLE, MicroBatch, Piece
 from lightning_accum.step.optimizer_step import OptimizerStep
 from lightning_accum.step.slips import GradientWatch, OrderWatch
+from lightning_accum.step.turns import Turns
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution
 
@@ -51,6 +52,7 @@ class ManualStep:
         self._backward = UnheardBackward(engine.trainer, module)
         self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
         self._clean = CleanGradients(engine)
+        self.turns = Turns(engine, self._clean, self.step)
         self.calls: Counter[str] = Counter()  # of `accumulate` and its kin in this fit, by how they begin
 
     # One micro-batch, top to bottom
@@ -86,22 +88,19 @@ class ManualStep:
         more: bool,
     ) -> EffectiveStep | None:
         """Add one contribution to an optimizer's window; step if it is the last one."""
-        windows, micro_batch = self._open_windows("accumulate(loss", optimizer)
+        windows, micro_batch = self._open_windows("accumulate(loss", optimizer, loss is None)
         arguments.check_more(more)
         last = micro_batch.closes and not more
         self.engine.awaits(more)
-        # A parameter of two of them needs its gradient twice, once for each window.
-        groups = [[window] for window in windows] if several.share_parameters(self.engine, windows) else [windows]
+        if last and not (windows := self.turns.take(windows, gives=loss is not None)):
+            return None  # they have ended where another rank had a loss
+        groups = several.groups(self.engine, windows)
         if loss is not None and micro_batch.learns:
             arguments.check_loss(loss)
             weight = self.weigh(weight, loss.device)
             for group in groups:
                 self.contribute(group, loss, weight, last=last, keeps_graph=more or group is not groups[-1])
-        if not last:
-            return None
-        for group in groups:
-            several.complete(self.engine, self._clean, group)  # by one backward, as on the ranks that had a loss
-        return [self.step(window) for window in windows][-1]
+        return self.turns.end(windows)[-1] if last else None
 
     def contribute(
         self,
@@ -189,7 +188,7 @@ class ManualStep:
         progress = self.engine.progress
         for i in range(len(self.trainer.optimizers)):
             if (window := progress.accumulator(i)).phase is not Phase.STEPPED:
-                self.step(window)
+                self.turns.end(self.turns.take([window], gives=False))
         self.engine.close(at=at)
 
     def complete_epoch(self) -> None:
@@ -202,11 +201,13 @@ class ManualStep:
 
     # Before a contribution
 
-    def _open_windows(self, call: str, optimizer: OneOrMore) -> tuple[list[Accumulator], MicroBatch]:
-        opened = [self.open_window(call, one) for one in lists.listed(optimizer, call)]
-        return [window for window, _ in opened], opened[0][1]
+    def _open_windows(self, call: str, optimizer: OneOrMore, is_none: bool) -> tuple[list[Accumulator], MicroBatch]:
+        opened = [self.open_window(call, one, is_none) for one in lists.listed(optimizer, call)]
+        return [window for window, _ in opened if window.phase is not Phase.STEPPED], opened[0][1]
 
-    def open_window(self, call: str, optimizer: AnOptimizer | None) -> tuple[Accumulator, MicroBatch]:
+    def open_window(
+        self, call: str, optimizer: AnOptimizer | None, is_none: bool = False
+    ) -> tuple[Accumulator, MicroBatch]:
         """Return the window and the micro-batch that a call is for; ``call`` is how the user's own begins."""
         if self.micro_batch is None:
             raise refusals.outside_training_step(call)
@@ -215,7 +216,7 @@ class ManualStep:
         is_only_one = optimizer is None and len(optimizers) == 1
         index = 0 if is_only_one else arguments.optimizer_position(optimizer, optimizers, call)
         window = self.engine.progress.accumulator(index)
-        if window.phase is Phase.STEPPED:
+        if window.phase is Phase.STEPPED and not (is_none and self.turns.are_needed):
             raise refusals.has_stepped(call)
         return window, self.micro_batch
 

@@ -13,10 +13,11 @@ from lightning_accum.step.engine import Engine
 from lightning_accum.window.state import Accumulator, Phase
 
 
-def share_parameters(engine: Engine, windows: Sequence[Accumulator]) -> bool:
-    """Whether a parameter is in two of these windows' optimizers."""
-    optimizers = engine.trainer.optimizers
-    return len(windows) > 1 and engine.gradients.share_parameters([optimizers[window.index] for window in windows])
+def groups(engine: Engine, windows: Sequence[Accumulator]) -> list[Sequence[Accumulator]]:
+    """Return the windows that take one backward together; a parameter of two of them needs one for each."""
+    optimizers = [engine.trainer.optimizers[window.index] for window in windows]
+    apart = len(windows) > 1 and engine.gradients.share_parameters(optimizers)
+    return [[window] for window in windows] if apart else [windows]
 
 
 def apart(engine: Engine, windows: Sequence[Accumulator]) -> AbstractContextManager[None]:
