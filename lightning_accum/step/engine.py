@@ -109,8 +109,9 @@ class Engine:
 
     def end_backward(self, window: Accumulator, *, synced: bool) -> None:
         """Count the announced contribution; its gradient is in ``.grad``."""
-        self.gradients.unmask()
-        window.end_backward(witness(self.trainer.optimizers[window.index], window.witness), has_synced=synced)
+        optimizer = self.trainer.optimizers[window.index]
+        self.gradients.unmask(optimizer)
+        window.end_backward(witness(optimizer, window.witness), has_synced=synced)
         self.progress.last_batch = self.batch
 
     def begin_step(

@@ -42,6 +42,7 @@ def together(engine: Engine, windows: Sequence[Accumulator]) -> Iterator[None]:
     ratios = [window.unit / windows[0].unit for window in windows[1:]]
     for optimizer, ratio in zip(others, ratios, strict=True):
         engine.gradients.scale(optimizer, ratio)
+        engine.gradients.norms.rescale(optimizer, ratio)
     with apart(engine, windows):
         yield
     for optimizer, ratio in zip(others, ratios, strict=True):
