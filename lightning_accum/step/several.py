@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from lightning_accum.checks.advice import warn_of_sharded_losses
 from lightning_accum.checks.arguments import refuse_lost_gradients
 from lightning_accum.gradients.buffers import trainable, witness
 from lightning_accum.seams import hooks
@@ -23,10 +24,15 @@ def groups(engine: Engine, windows: Sequence[Accumulator]) -> list[Sequence[Accu
 def apart(engine: Engine, windows: Sequence[Accumulator]) -> AbstractContextManager[None]:
     """Return the context of a backward for these windows: it changes the gradients of no other optimizer.
 
-    Under sharding part of a gradient is kept elsewhere; there `toggle_model` keeps losses apart.
+    Under sharding part of a gradient is kept elsewhere, and it does: one warning says so.
     """
     optimizers = engine.trainer.optimizers
-    if len(windows) == len(optimizers) or engine.ranks.is_sharded:
+    if len(windows) == len(optimizers):
+        return nullcontext()
+    if engine.ranks.is_sharded:
+        in_order = engine.progress.window.accumulators.values()
+        if engine.progress.effective_step == 0 == sum(window.micro_batches for window in in_order):
+            warn_of_sharded_losses()
         return nullcontext()
     own = [optimizers[window.index] for window in windows]
     return engine.gradients.apart(own, optimizers, leave_zeros=engine.ranks.needs_gradients)
