@@ -101,11 +101,14 @@ def enter_batch_as_done(checkpoint: Saved) -> None:
     """Let a resumed fit go on behind the present micro-batch, as from a checkpoint made in ``on_train_batch_end``.
 
     Fact: it does so if all begun micro-batches are entered as started and processed; otherwise it runs the present one
-    again, while a resumable loader goes on behind it. One that the loader gave as None is never entered as started.
+    again, while a resumable loader goes on behind it. None of the loader is never entered as started, and a micro-batch
+    at which ``on_train_batch_start`` gave -1 never as completed, in all later epochs.
     """
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    for count in (progress["total"], progress["current"]):
+    total, current = progress["total"], progress["current"]
+    for count in (total, current):
         count["started"] = count["processed"] = count["ready"]
+    total["completed"] = total["ready"] - current["ready"] + current["completed"]
 
 
 def resumes_inside_epoch(trainer: Trainer) -> bool:
@@ -145,11 +148,6 @@ def skips_epoch_start(trainer: Trainer) -> bool:
     loop = trainer.fit_loop
     left_in_batch_end = loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_train_batch_end
     return left_in_batch_end and ready_batches(trainer) >= trainer.num_training_batches
-
-
-def is_between_epochs(trainer: Trainer) -> bool:
-    """Whether training begins at an epoch's end or start, and not with the first one."""
-    return all_batches(trainer) > 0 and not trainer.fit_loop.restarted_mid_epoch
 
 
 def set_up_data(trainer: Trainer) -> None:

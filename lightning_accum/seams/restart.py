@@ -74,6 +74,11 @@ def is_resumed(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop.restarting
 
 
+def is_between_epochs(trainer: Trainer) -> bool:
+    """Whether training begins between two epochs."""
+    return loop.all_batches(trainer) > 0 and not trainer.fit_loop.restarted_mid_epoch
+
+
 def is_left_in_batch_end(trainer: Trainer) -> bool:
     """Whether the checkpoint was made in ``on_train_batch_end``, or entered as made there; asked in `on_train_start`.
 

@@ -522,6 +522,42 @@ def test_a06_an_epoch_without_a_training_step_makes_its_lr_step_as_lightning(kin
     assert rates[0] == rates[1] == rates[2]
 
 
+@DOORS
+@pytest.mark.parametrize("left", [1, 3, 5])
+def test_a06_a_checkpoint_made_after_an_epoch_that_was_left_repeats_no_micro_batch(door: str, left: int) -> None:
+    """Plain Lightning repeats the one that it was made behind."""
+
+    class Leaving(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if (self.trainer.current_epoch, batch_idx) == (0, left) else None
+
+    class Loader(Resumable):
+        def __iter__(self) -> Any:
+            self.position = self.position if self.loaded else 0
+            self.loaded = False
+            return super().__iter__()
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            self.loaded = True
+
+        loaded = False
+
+    def run(*savers: Any, ckpt_path: str | None = None) -> Any:
+        module = through(door, Leaving)()
+        trainer = make_trainer(max_epochs=2, callbacks=[AccumulationScheduler(2), *savers])
+        with suppress(Halt):
+            trainer.fit(module, Loader(DATA), ckpt_path=ckpt_path)
+        return module
+
+    whole, first = run(), run(Save("on_train_batch_end", (1, 2)))
+    resumed = run(ckpt_path="saved.ckpt")
+    assert first.windows + resumed.windows == whole.windows
+    assert {**first.rates, **resumed.rates} == whole.rates
+    assert [name for name in resumed.happened if name.startswith("batch")] == ["batch 1 3", "batch 1 4", "batch 1 5"]
+    assert torch.equal(flat(resumed.net), flat(whole.net))
+
+
 # A9, B111: the loader changes
 
 
