@@ -295,7 +295,7 @@ def data_of(story: Story, epoch: int) -> list[Any]:
     made: list[Any] = []
     for index, (event, (x, y)) in enumerate(zip(story["events"][epoch], batches_of(story, epoch), strict=True)):
         weight: Any = 0 if event == EMPTY else story["weights"][epoch][index]
-        weight = torch.tensor(float(weight)) if story["tensor_weights"] else weight
+        weight = torch.tensor(float(weight), dtype=torch.float64) if story["tensor_weights"] else weight
         made.append(None if event == NO_BATCH else (x, y, weight, event))
     return made
 
