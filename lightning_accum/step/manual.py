@@ -92,15 +92,14 @@ class ManualStep:
         arguments.check_more(more)
         last = micro_batch.closes and not more
         self.engine.awaits(more)
-        if last and not (windows := self.turns.take(windows, gives=loss is not None)):
-            return None  # they have ended where another rank had a loss
+        windows = self.turns.take(windows, gives=loss is not None) if last else windows
         groups = several.groups(self.engine, windows)
         if loss is not None and micro_batch.learns:
             arguments.check_loss(loss)
             weight = self.weigh(weight, loss.device)
             for group in groups:
                 self.contribute(group, loss, weight, last=last, keeps_graph=more or group is not groups[-1])
-        return self.turns.end(windows)[-1] if last else None
+        return self.turns.end(windows)[-1] if last and windows else None  # they may have ended with another rank's
 
     def contribute(
         self,
@@ -193,9 +192,10 @@ class ManualStep:
 
     def complete_epoch(self) -> None:
         """Do what is due at the epoch's last micro-batch, before a validation or a checkpoint; done once."""
-        if not loop.epoch_is_complete(self.trainer):
-            return
-        if self.engine.options.partial_window == "drop":
+        partial_window, is_open = self.engine.options.partial_window, self.engine.progress.window.is_pending
+        if not loop.epoch_is_complete(self.trainer) or (partial_window == "average" and is_open):
+            return  # if the loader has left the last place empty, the window's step comes first, in `end_epoch`
+        if partial_window == "drop":
             self.engine.drop()
         self.lr_schedulers.at_last_batch(self.trainer, self.module)
 

@@ -522,6 +522,24 @@ def test_a06_an_epoch_without_a_training_step_makes_its_lr_step_as_lightning(kin
     assert rates[0] == rates[1] == rates[2]
 
 
+@pytest.mark.parametrize("validated", [None, 4], ids=["", "validated"])
+@pytest.mark.parametrize("held", [[True, True, True], [False, True, True], [False, False, True]], ids=str)
+def test_a06_a_window_that_the_loader_leaves_open_is_stepped_before_its_epochs_lr_step(
+    held: list[bool], validated: int | None
+) -> None:
+    class Holds(AccumulationMixin, Net):
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            loss = super().training_step(batch, batch_idx)
+            self.accumulate(loss if held[batch_idx] else None)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.used = [*getattr(self, "used", []), optimizer.param_groups[0]["lr"]]
+
+    flags = {} if validated is None else {"val_check_interval": validated}
+    module = fit(Holds(), [*DATA[:3], None], factor=4, **flags)
+    assert module.used == [0.05, 0.025]
+
+
 @DOORS
 @pytest.mark.parametrize("left", [1, 3, 5])
 def test_a06_a_checkpoint_made_after_an_epoch_that_was_left_repeats_no_micro_batch(door: str, left: int) -> None:

@@ -323,7 +323,9 @@ def resumes(story: Story) -> dict[Place, str]:
     walk, told = Walk.of(story), {place for _, place in Walk.of(story).windows}
     ways = {place: way_of(story, place) for place in story["resumed"] if place in walk.places}
     ways = {place: BATCH_END if way == TOLD and place not in told else way for place, way in ways.items()}
-    return {place: way for place, way in ways.items() if place != story["stopped"]}
+    ways = {place: way for place, way in ways.items() if place != story["stopped"]}
+    # A fit that does not end there would see all pieces.
+    return {place: ERROR if way == PIECES and place != min(ways) else way for place, way in ways.items()}
 
 
 def _averages(story: Story) -> bool:
@@ -448,16 +450,11 @@ def expected(story: Story, walk: Walk) -> list[Tensor]:
     net, history, epoch = NETS[story["net"]](), [], 0
     optimizer = make_optimizer(story, net)
     rate = rate_of(optimizer)
-    for held, (closed_in, at) in walk.windows:
-        # An epoch whose last place the loader left empty has made its LR step before its open window is stepped.
-        events = story["events"][closed_in]
-        left = story["leaves"] is not None and story["leaves"][0] == closed_in
-        stopped = story["stopped"] is not None and story["stopped"][0] == closed_in
-        is_late = at == len(events) and events[-1] == NO_BATCH and not left and not stopped
-        while epoch < closed_in + is_late:
+    for held, (closed_in, _) in walk.windows:
+        while epoch < closed_in:
             rate.step()
             epoch += 1
-            if epoch == 1 and story["anew"] and not (is_late and closed_in == 0):
+            if epoch == 1 and story["anew"]:
                 optimizer = make_optimizer(story, net)
                 rate = rate_of(optimizer)
         losses, weights = [], []
@@ -473,16 +470,13 @@ def expected(story: Story, walk: Walk) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         history.append(flat(net))
-        if epoch == 1 and story["anew"] and is_late and closed_in == 0:
-            optimizer = make_optimizer(story, net)
-            rate = rate_of(optimizer)
     return history
 
 
 def last_window(story: Story, place: Place) -> Place:
     """The last place whose window is over in a checkpoint made at a place, if it is one of a fit's ends."""
     way, (epoch, index) = resumes(story).get(place), place
-    if way == ERROR and story["door"] == CALLBACK:  # between the backward and the step
+    if way == PIECES or (way == ERROR and story["door"] == CALLBACK):  # before the step
         return epoch, index - 1
     # The scheduler steps with what is open at the epoch's end in its hook, or the resumed fit does.
     return (epoch, index + 1) if way == EPOCH_END and not story["scheduler_last"] else place
