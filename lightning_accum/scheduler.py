@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_accum.checks import advice, refusals
 from lightning_accum.checks.arguments import check_bools, check_options
+from lightning_accum.gradients import first_step, sharded
 from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule.assigned import AssignableSchedule
 from lightning_accum.schedule.factors import Interval, PartialWindow
@@ -87,10 +88,8 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         check_bools(accumulate_in_float32=accumulate_in_float32, save_gradients=save_gradients)
         check_bools(sync_each_micro_batch=sync_each_micro_batch)
         self._request(scheduling, effective_batch_size, interval)
-        self.partial_window = partial_window
-        self.weight_fn = weight_fn
-        self.save_gradients = save_gradients
-        self.sync_each_micro_batch = sync_each_micro_batch
+        self.partial_window, self.weight_fn = partial_window, weight_fn
+        self.save_gradients, self.sync_each_micro_batch = save_gradients, sync_each_micro_batch
         self.is_attached = False  # by the mixin, for one fit
         self.gradients, self.flags = WindowGradients(accumulate_in_float32), TrainerFlags()
         hooks.leave_out(self, "on_before_backward", "on_after_backward", "on_before_zero_grad")
@@ -135,6 +134,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         self._door.begin_fit(schedule)
         advice.warn_of_low_precision(trainer.optimizers, schedule, in_float32)
         self.gradients.start(trainer.optimizers)
+        first_step.undo_when_saving(trainer)
         check_first_backward(trainer, schedule)
 
     @override
@@ -196,6 +196,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._door.end_fit()
         self._release(trainer, pl_module)
+        first_step.leave_to_torch(trainer)
         self._door = Door()
         self.gradients.end()
         if self.is_attached:
@@ -237,7 +238,8 @@ class AccumulationScheduler(AssignableSchedule, Callback):
             why_not = "one rank may have failed alone"
         kept = self._door.before_save() | checkpoints.enter_batch(trainer, self.progress, checkpoint)
         kept |= checkpoints.snapshot(trainer, self.progress, self.gradients, why_not)
-        checkpoint["callbacks"][self.state_key] |= kept
+        sharded.move_shards(trainer, checkpoint, kept)
+        checkpoint["callbacks"][self.state_key] |= kept | first_step.without_state(trainer)
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

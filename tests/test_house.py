@@ -281,7 +281,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attach": _CORE | {"step", "scheduler"},
     "mixin": _CORE | {"step", "split", "attach"},
     "callbacks": {"seams", "schedule", "gradients", "effective_step"},
-    "equivalence": {"split.slicing", "checks.arguments", "gradients.buffers", "schedule.validate", "seams"},
+    "equivalence": {
+        *("split.slicing", "checks.arguments", "checks.embeddings", "gradients.buffers", "schedule.validate", "seams"),
+    },
 }
 
 

@@ -22,7 +22,7 @@ PANELS = {  # metric: what its axis says
     "loss": "loss\n(mean of a window)",
     "lr": "learning rate",
     "effective_batch_size": "effective batch\n(samples)",
-    "grad_norm": "gradient norm\n(not clipped)",
+    "grad_norm": "gradient norm\n(before clipping)",
     EVENTS: "skipped steps\n(so far)",
     "noise_scale_at_least": "noise scale\n(samples, at least)",
 }

@@ -40,8 +40,9 @@ _LOSS: dict[Kind, str] = {
     "weights": "the losses are means over {:.3f} to {:.3f} of the batch: return (loss, number of items), or (loss, 0)"
     " where there are none",
     "coupled items": "the loss compares or pools items: use `accumulate_cached(batch, embed_fn, loss_fn, ...)`"
-    " (gradient caching)",
+    " (gradient caching); `check_equivalence(..., embed_fn=embed_fn)` checks that",
 }
+_EMBEDDINGS = "`embed_fn` compares or pools the items of a micro-batch: move that into `loss_fn`, which sees all items"
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,9 @@ def find_causes(trial: Trial, first: Outcome, tolerance: float) -> tuple[Cause, 
         if advice is not None:
             causes.append(Cause(suspect.kind, suspect.where, advice))
     counted = [share or 0.0 for share in found.shares]
-    causes += [Cause(kind, (), _LOSS[kind].format(min(counted), max(counted))) for kind in found.kinds]
+    for kind in found.kinds:
+        advice = _LOSS[kind] if trial.embed_fn is None else _EMBEDDINGS
+        causes.append(Cause(kind, (), advice.format(min(counted), max(counted))))
     return tuple(causes)
 
 

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import random
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +54,13 @@ def source_of(thing: object) -> Source | None:
     return None
 
 
-def sources_of(function: Callable[..., object]) -> list[Source]:
-    """Return the generators that a function refers to by name."""
-    try:
-        variables = inspect.getclosurevars(inspect.unwrap(function))
-    except (TypeError, ValueError):  # a callable object, or an empty cell
-        return []
-    values = (*variables.nonlocals.values(), *variables.globals.values())
+def sources_of(*functions: Callable[..., object] | None) -> list[Source]:
+    """Return the generators that functions refer to by name."""
+    values: list[object] = []
+    for function in filter(None, functions):
+        with suppress(TypeError, ValueError):  # a callable object, or an empty cell
+            variables = inspect.getclosurevars(inspect.unwrap(function))
+            values += (*variables.nonlocals.values(), *variables.globals.values())
     return [source for value in values if (source := source_of(value)) is not None]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from math import isfinite, sqrt
 from typing import TYPE_CHECKING
 
@@ -99,7 +101,14 @@ class EquivalenceReport:
         return figure, ax
 
 
-def check_equivalence(model: nn.Module, batch: object, loss_fn: LossFn, *, micro_batches: int = 4) -> EquivalenceReport:
+def check_equivalence(
+    model: nn.Module,
+    batch: object,
+    loss_fn: LossFn,
+    *,
+    micro_batches: int = 4,
+    embed_fn: LossFn | None = None,
+) -> EquivalenceReport:
     """Compare the gradient of a whole batch with the one accumulated over its micro-batches, and find the causes.
 
     The check works on a copy in float64 if the model allows it, otherwise in the model's own precision. To find causes
@@ -117,14 +126,17 @@ def check_equivalence(model: nn.Module, batch: object, loss_fn: LossFn, *, micro
         loss_fn: takes the module (a copy) and a batch of any size; returns ``loss``, a scalar ``()``, or
             ``(loss, weight)``. Without a weight a micro-batch weighs as many items as it has.
         micro_batches: into how many the batch is cut; their sizes differ by at most one.
+        embed_fn: for a loss that compares items: checks `AccumulationMixin.accumulate_cached` instead. It takes the
+            module (a copy) and a micro-batch, and returns its embeddings; ``loss_fn`` then takes the module and the
+            embeddings of the whole batch. Both are as for that method, with the module before their argument.
 
     Returns:
         The errors and their causes.
 
     Raises:
-        TypeError: `micro_batches` is not an int; a batch without a size; a loss that is not a tensor.
-        ValueError: `micro_batches` is below 2 or above the number of items; a loss that is not a scalar; a whole batch
-            without a finite gradient; a model without a trainable parameter.
+        TypeError: `micro_batches` is not an int; a batch without a size; a loss or embeddings that are no tensors.
+        ValueError: `micro_batches` is below 2 or above the number of items; a loss that is not a scalar; embeddings
+            without a row per item; a whole batch without a finite gradient; a model without a trainable parameter.
 
     Example:
         >>> import torch
@@ -133,13 +145,14 @@ def check_equivalence(model: nn.Module, batch: object, loss_fn: LossFn, *, micro
         >>> report.equal, report.causes[0].kind, report.causes[0].where
         (False, 'batch statistics', ('1',))
     """
-    _check_model(model, loss_fn)
+    _check_model(model, {"loss_fn": loss_fn} | ({} if embed_fn is None else {"embed_fn": embed_fn}))
     items = _length(model, batch)
     _check_number(micro_batches, items)
+    sizes = even_sizes(items, micro_batches)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("`check_equivalence(model, ...)`: the model has no parameter that requires a gradient.")
-    with untouched(model, sources_of(loss_fn)):  # the loss may use the model instead of the copy
-        return _report(*_run_first(model, batch, loss_fn, even_sizes(items, micro_batches)))
+    with untouched(model, sources_of(loss_fn, embed_fn)):  # the loss may use the model instead of the copy
+        return _report(*_run_first(model, partial(Trial, batch=batch, loss_fn=loss_fn, embed_fn=embed_fn, sizes=sizes)))
 
 
 def _length(model: nn.Module, batch: object) -> int:
@@ -148,14 +161,15 @@ def _length(model: nn.Module, batch: object) -> int:
     return int(count(batch)) if callable(count) else batch_size(batch)
 
 
-def _check_model(model: object, loss_fn: object) -> None:
+def _check_model(model: object, functions: Mapping[str, object]) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"`check_equivalence(model, ...)`: the model must be a torch.nn.Module, got {model!r}.")
-    if not callable(loss_fn):
-        raise TypeError(
-            "`check_equivalence(model, batch, loss_fn)`: `loss_fn` must be a function of the model and a micro-batch,"
-            f" got {loss_fn!r}."
-        )
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(
+                f"`check_equivalence(model, batch, loss_fn)`: `{name}` must be a function of the model and a"
+                f" micro-batch, got {function!r}."
+            )
 
 
 def _check_number(micro_batches: int, items: int) -> None:
@@ -167,13 +181,13 @@ def _check_number(micro_batches: int, items: int) -> None:
         )
 
 
-def _run_first(model: nn.Module, batch: object, loss_fn: LossFn, sizes: list[int]) -> tuple[Trial, Outcome]:
+def _run_first(model: nn.Module, make_trial: Callable[..., Trial]) -> tuple[Trial, Outcome]:
     """Run the loss on a copy in float64; if that fails on a plain copy; if that fails too on the model itself."""
     for copied, dtype in ((_in_float64, torch.float64), (deepcopy, None)):
         with suppress(Exception):  # what is wrong with the loss itself fails again below
-            trial = Trial(copied(model), batch, loss_fn, sizes, dtype)
+            trial = make_trial(copied(model), dtype=dtype)
             return trial, trial.run()
-    trial = Trial(model, batch, loss_fn, sizes)
+    trial = make_trial(model)
     return trial, trial.run()
 
 

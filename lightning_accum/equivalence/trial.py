@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_accum.checks.arguments import as_weight, check_loss
+from lightning_accum.checks.embeddings import check_embeddings
 from lightning_accum.equivalence.generators import NUMPY, PYTHON, Source, sources_of
 from lightning_accum.equivalence.observe import Watch, epsilon, own_buffers
 from lightning_accum.equivalence.outcome import Hold, Outcome, Shares, Suspect, SuspectKind, Switches
@@ -18,7 +19,7 @@ from lightning_accum.equivalence.restore import untouched
 from lightning_accum.gradients.buffers import weighs_nothing
 from lightning_accum.seams import hooks
 from lightning_accum.seams.roots import LIGHTNING_MODULES
-from lightning_accum.split.slicing import map_parts, pieces
+from lightning_accum.split.slicing import joined, leaves, map_parts, pieces
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -36,14 +37,23 @@ class Trial:
         loss_fn: takes the module and a batch; returns ``loss`` or ``(loss, weight)``.
         sizes: items of each piece.
         dtype: what the batch's floating-point tensors are cast to; None leaves them.
+        embed_fn: if given, takes the module and a batch, and ``loss_fn`` takes what it returns for the whole batch.
     """
 
     def __init__(
-        self, model: nn.Module, batch: object, loss_fn: LossFn, sizes: list[int], dtype: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        batch: object,
+        loss_fn: LossFn,
+        sizes: list[int],
+        dtype: torch.dtype | None = None,
+        *,
+        embed_fn: LossFn | None = None,
     ) -> None:
-        self.model, self.batch, self.loss_fn, self.sizes, self.dtype = model, batch, loss_fn, sizes, dtype
+        self.model, self.batch, self.sizes, self.dtype = model, batch, sizes, dtype
+        self.loss_fn, self.embed_fn = loss_fn, embed_fn
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._sources = sources_of(loss_fn)
+        self._sources = sources_of(loss_fn, embed_fn)
         self.modules = {name or f"{type(model).__name__}.forward": module for name, module in model.named_modules()}
 
     def run(self, without: Collection[Suspect] = (), *, fresh: Collection[str] = (), hold: Hold = "stream") -> Outcome:
@@ -55,12 +65,14 @@ class Trial:
             hold: how draws on the host are held, if they are switched off.
         """
         switches = Switches(without, fresh, hold)
-        ((whole, _),), in_whole = self._observe([self.batch], switches)
+        items = [sum(self.sizes)]
+        ((whole, _),), in_whole = self._observe([self.batch], items, switches)
         _check(whole)
         slicer = getattr(self.model, "slice_micro_batch", None)
         cut = pieces(self.batch, self.sizes, slicer=slicer)
-        parts, in_pieces = self._observe(cut, switches, other_draws=True)
-        weights = [size if weight is None else weight for size, (_, weight) in zip(self.sizes, parts, strict=True)]
+        parts, in_pieces = self._observe(cut, self.sizes, switches, other_draws=True)
+        sizes = self.sizes if self.embed_fn is None else items  # of each loss
+        weights = [size if weight is None else weight for size, (_, weight) in zip(sizes, parts, strict=True)]
         total = sum(weights)
         if total == 0:
             raise ValueError("`check_equivalence`: every micro-batch weighs 0, there is nothing to compare with.")
@@ -89,7 +101,7 @@ class Trial:
         return max(self.errors(outcome, shares).values())
 
     def _observe(
-        self, batches: Iterable[object], switches: Switches, *, other_draws: bool = False
+        self, batches: Iterable[object], sizes: list[int], switches: Switches, *, other_draws: bool = False
     ) -> tuple[list[tuple[Tensor, float | None]], Watch]:
         """Return the gradient and the weight of each batch, and what was seen meanwhile."""
         fixed = {name for suspect in switches.off if suspect.kind == "random draws" for name in suspect.where}
@@ -106,11 +118,21 @@ class Trial:
                 self._move_torch_on()
             with Watch(self.modules, fixed, coarsest, sources, moves_on=other_draws) as watch:
                 reset = self._resetter(switches, sources, watch)
-                results = []
-                for batch in batches:
-                    reset()
-                    results.append(self._gradient(batch, watch))
+                results = [self._gradient(given, watch) for given in self._inputs(batches, sizes, reset)]
             return results, watch
+
+    def _inputs(self, batches: Iterable[object], sizes: list[int], reset: Callable[[], None]) -> Iterator[object]:
+        """Yield what the loss takes: each of the batches, or once the embeddings of all."""
+        embeddings = []
+        for batch, size in zip(batches, sizes, strict=True):
+            reset()
+            if self.embed_fn is None:
+                yield self._copied(batch)
+            else:
+                embeddings.append(self.embed_fn(self.model, self._copied(batch)))
+                check_embeddings(list(leaves(embeddings[-1])), size)
+        if embeddings:
+            yield joined(embeddings)
 
     def _move_torch_on(self) -> None:
         # With the same seed a single dropout layer could draw for the first piece what it drew for its items in the
@@ -133,10 +155,10 @@ class Trial:
 
         return reset
 
-    def _gradient(self, batch: object, watch: Watch) -> tuple[Tensor, float | None]:
+    def _gradient(self, given: object, watch: Watch) -> tuple[Tensor, float | None]:
         for parameter in self.parameters.values():
             parameter.grad = None
-        result = self.loss_fn(self.model, self._copied(batch))
+        result = self.loss_fn(self.model, given)
         loss, weight = result if isinstance(result, tuple) else (result, None)
         if not weighs_nothing(weight):
             check_loss(loss, "loss_fn(model, batch)")

@@ -73,11 +73,11 @@ def scale(optimizer: Optimizer, factor: Weight) -> None:
 
 
 def multiply(tensors: Iterable[Tensor], factor: Weight) -> None:
-    """Multiply tensors in place, a few launches for each device."""
-    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    """Multiply tensors in place, a few launches for each device; shards apart from others, which torch does not mix."""
+    groups: dict[tuple[torch.device, type[Tensor]], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        by_device[tensor.device].append(tensor)
-    for device, group in by_device.items():
+        groups[tensor.device, type(tensor)].append(tensor)
+    for (device, _), group in groups.items():
         torch._foreach_mul_(group, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 

@@ -230,6 +230,11 @@ def load_inside_validation(checkpoint: Saved) -> None:
         validated[count] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
 
 
+def saves_shards(trainer: Trainer) -> bool:
+    """Whether each rank writes its part of a checkpoint into a folder. Fact: else rank 0 writes one file of all."""
+    return bool(getattr(trainer.strategy, "_save_distributed_checkpoint", False))
+
+
 def parse_optimizers(configured: Any) -> tuple[list[Any], list[LRSchedulerConfig]]:
     """Parse what ``configure_optimizers`` returned, as for automatic optimization.
 

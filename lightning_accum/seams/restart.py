@@ -189,10 +189,14 @@ def followed_metrics(trainer: Trainer, monitors: Iterable[str | None]) -> dict[s
     """Return the last values of the metrics that LR schedulers (``monitors``) and callbacks follow, on the CPU.
 
     Fact: Lightning's checkpoints hold none, so that whoever follows one misses it where a fit resumes behind its
-    validation.
+    validation. Asked for them, it first computes those of the running epoch, over the ranks if they were logged so: a
+    rank that has failed alone would wait for the others, and gives those that are known.
     """
     names = {*monitors, *(getattr(callback, "monitor", None) for callback in loop.callbacks(trainer))}
-    metrics = trainer.callback_metrics if names - {None} else {}
+    may_be_alone = trainer.interrupted and trainer.world_size > 1 and not trainer.received_sigterm
+    if not names - {None}:
+        return {}
+    metrics = trainer._logger_connector._callback_metrics if may_be_alone else trainer.callback_metrics
     return {name: value.detach().to("cpu", copy=True) for name, value in metrics.items() if name in names}
 
 

@@ -29,7 +29,7 @@ from lightning_accum.split.retry import (
     remember_buffers,
     run_in_pieces,
 )
-from lightning_accum.split.slicing import leaves, tensors, with_tensors
+from lightning_accum.split.slicing import joined, leaves, tensors, with_tensors
 from lightning_accum.step import several
 from lightning_accum.step.manual import ManualStep
 from lightning_accum.window.state import Accumulator
@@ -133,7 +133,7 @@ class CachedContribution:
     def learn(self, sizes: list[int]) -> None:
         """Run the loss on all embeddings, then the backward of every piece with the gradients that it leaves."""
         with _whole_batch_in_memory():
-            loss = self._objective.loss_fn(self._whole())
+            loss = self._objective.loss_fn(joined([piece.output for piece in self._embedded]))
         if loss is None:
             return
         arguments.check_loss(loss, "loss_fn(embeddings)")
@@ -147,15 +147,6 @@ class CachedContribution:
             del scaled  # nothing of the whole batch's graph is left during the second pass
             self._embed_again(sizes, weight)
         self._step.end_contribution([self._window], synced=counts and self._syncs)
-
-    def _whole(self) -> object:
-        """The embeddings of the whole batch, in the structure that ``embed_fn`` returned."""
-        outputs = [piece.output for piece in self._embedded]
-        columns = [list(tensors(output)) for output in outputs]
-        if len({len(column) for column in columns}) > 1:
-            raise embeddings.unequal_embeddings([len(column) for column in columns])
-        # New tensors, also where there is one piece: `loss_fn` may change them in place, as a network's output.
-        return with_tensors(outputs[0], [torch.cat(column) for column in zip(*columns, strict=True)])
 
     def _weight(self, device: torch.device, size: int) -> Weight:
         weight = self._step.weigh(self._objective.weight, device, float(size))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import cached_property
@@ -10,7 +10,10 @@ from itertools import accumulate
 from math import ceil
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from lightning_accum.checks.embeddings import unequal_embeddings
 
 Slicer = Callable[[Any, int, int], Any]
 
@@ -121,6 +124,24 @@ def with_tensors(batch: object, replacements: Iterable[Tensor]) -> object:
         return next(remaining) if isinstance(part, Tensor) else map_parts(part, replace)
 
     return replace(batch)
+
+
+def joined(outputs: Sequence[object]) -> object:
+    """Return the outputs of consecutive pieces as that of all of them: their tensors, one below the other.
+
+    Raises:
+        ValueError: they do not hold equally many tensors.
+
+    Example:
+        >>> import torch
+        >>> joined([{"x": torch.tensor([1, 2])}, {"x": torch.tensor([3])}])
+        {'x': tensor([1, 2, 3])}
+    """
+    columns = [list(tensors(output)) for output in outputs]
+    if len({len(column) for column in columns}) > 1:
+        raise unequal_embeddings([len(column) for column in columns])
+    # New tensors, also where there is one piece: they may be changed in place, as a network's output.
+    return with_tensors(outputs[0], [torch.cat(column) for column in zip(*columns, strict=True)])
 
 
 def map_parts(batch: Any, function: Callable[[Any], Any]) -> Any:

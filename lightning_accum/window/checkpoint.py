@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_accum.gradients import first_step, sharded
 from lightning_accum.gradients.buffers import Weight, parameters, witness
-from lightning_accum.gradients.distributed import all_reduce_max, all_reduce_mean, all_reduce_sum, is_sharded
+from lightning_accum.gradients.distributed import all_reduce_max, all_reduce_mean, all_reduce_sum
 from lightning_accum.gradients.precision import active_scaler, loss_scale
 from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.seams import loop, restart
@@ -50,8 +51,7 @@ def snapshot(trainer: Trainer, progress: Progress, gradients: WindowGradients, w
         return _counted(progress) | ({"left_out": "only some of the optimizers had stepped"} if some else {})
     if window.length is None:
         return {}
-    if why_not is None and is_sharded(trainer):
-        why_not = "they are sharded"
+    why_not = why_not or sharded.reason_to_leave_out(trainer)
     return {"pending": _pack(trainer, progress, gradients)} if why_not is None else _left_out(why_not, progress)
 
 
@@ -130,14 +130,19 @@ def _pack_one(trainer: Trainer, window: Accumulator, optimizer: Optimizer, gradi
     if trainer.world_size > 1:
         weight, loss, *totals = all_reduce_sum(trainer, weight, loss, *counts).cpu()
         counts, length = [int(total) for total in totals], float(all_reduce_max(trainer, [length])[0])
-    means = all_reduce_mean(trainer, gradients.held(optimizer), like=parameters(optimizer))
+    held = gradients.held(optimizer)
+    if sharded.has_shards(trainer):
+        kept = sharded.pack(trainer, optimizer, held)
+    else:
+        means = all_reduce_mean(trainer, held, like=parameters(optimizer))
+        kept = [None if mean is None else mean.detach().to("cpu", copy=True) for mean in means]
     return {
         "length": length,
         "micro_batches": counts[0],
         "batches": counts[1],
         "weight": _on_cpu(weight),
         "loss": _on_cpu(loss),
-        "gradients": [None if mean is None else _on_cpu(mean) for mean in means],
+        "gradients": kept,
     }
 
 
@@ -188,21 +193,25 @@ def new_state(trainer: Trainer) -> State:
 
 def restore_gradients(trainer: Trainer, progress: Progress, gradients: WindowGradients, state: State) -> str | None:
     """Restore what the open window held; return the reason if it held gradients that do not come back."""
+    first_step.undo_after_loading(trainer, state)
     if "pending" not in state:
         reason: str | None = state.get("left_out")
         return reason
     kept = state["pending"]["optimizers"]
     if not all(i < len(trainer.optimizers) and _fits(trainer.optimizers[i], kept[i]["gradients"]) for i in kept):
         return "they are those of other parameters"
+    if "sharded" in state["pending"] and not sharded.has_shards(trainer):
+        return "they are sharded, and the parameters are not"
+    if (reason := sharded.reason_to_leave_out(trainer)) is not None:
+        return reason
     _unpack(trainer, progress, gradients, state["pending"])
     return None
 
 
-def _fits(optimizer: Optimizer, gradients: Iterable[Tensor | None]) -> bool:
-    shapes, gradients = [parameter.shape for parameter in parameters(optimizer)], list(gradients)
-    return len(shapes) == len(gradients) and all(
-        gradient is None or gradient.shape == shape for gradient, shape in zip(gradients, shapes, strict=True)
-    )
+def _fits(optimizer: Optimizer, gradients: Iterable[Tensor | list[int] | None]) -> bool:
+    shapes = [list(parameter.shape) for parameter in parameters(optimizer)]
+    kept = [list(gradient.shape) if isinstance(gradient, Tensor) else gradient for gradient in gradients]
+    return len(shapes) == len(kept) and all(own in (None, shape) for own, shape in zip(kept, shapes, strict=True))
 
 
 def _unpack(trainer: Trainer, progress: Progress, gradients: WindowGradients, packed: State) -> None:
@@ -214,7 +223,7 @@ def _unpack(trainer: Trainer, progress: Progress, gradients: WindowGradients, pa
     factor = loss_scale(scaler) / packed["scale"] * packed["ranks"] / ranks
     for i, kept in packed["optimizers"].items():
         optimizer = trainer.optimizers[i]
-        gradients.hold(optimizer, [None if g is None else g * factor for g in kept["gradients"]])
+        gradients.hold(optimizer, sharded.unpack(trainer, i, packed, factor))
         sums = Totals(_share(kept["weight"], trainer), _share(kept["loss"], trainer), ceil(kept["batches"] / ranks))
         micro_batches = ceil(kept["micro_batches"] / ranks)
         progress.accumulator(i).restore(sums, micro_batches, kept["length"], witness(optimizer))

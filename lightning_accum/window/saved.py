@@ -40,8 +40,9 @@ def _check_pending(pending: Any) -> None:
     for window in _values(pending["optimizers"], "'pending'"):
         _need(window, "'pending'", _PENDING_OPTIMIZER)
         assert isinstance(window, Mapping)
-        if not all(gradient is None or isinstance(gradient, Tensor) for gradient in window["gradients"]):
-            raise damaged("the pending window's 'gradients' are not tensors")
+        kind, what = (list, "shapes") if "sharded" in pending else (Tensor, "tensors")
+        if not all(gradient is None or isinstance(gradient, kind) for gradient in window["gradients"]):
+            raise damaged(f"the pending window's 'gradients' are not {what}")
 
 
 def _values(part: object, name: str) -> list[object]:

@@ -139,3 +139,14 @@ def test_a_part_of_the_session_ends_alone(
     assert late.lines == [("INFO", "late", "not run: no time left")]
     session.print_table()
     assert capsys.readouterr().out.strip().endswith("1 passed, 1 failed, 4 told")
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory is measured on Linux")
+def test_the_program_of_sharded_checkpoints_prints_both_kinds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "sharded_checkpoint.py", "--width", "64", "--layers", "2")
+    heading, table = capsys.readouterr().out.split("\n\n")
+    assert heading.startswith("A parameter has 0 MiB")
+    rows = [row[:2] for row in cells_of(table)[2:]]
+    assert rows == [[kind, kept] for kind in ("distributed", "full") for kept in ("left out", "saved")]

@@ -222,6 +222,7 @@ DAMAGE = {
     "scale 0": (set_to("pending", "scale", value=0.0), "'scale' is 0.0"),
     "no weight": (without("pending", "optimizers", 0, "weight"), "'pending' lacks 'weight'"),
     "gradients of text": (set_to("pending", "optimizers", 0, "gradients", value=["x"]), "'gradients' are not tensors"),
+    "shards of tensors": (set_to("pending", "sharded", value="optimizer_1"), "'gradients' are not shapes"),
     "length 0": (set_to("window", "length", value=0), "'length' is 0, not an int >= 1"),
     "window a list": (set_to("window", value=[3, 3]), "'window' is list, not a dict"),
     "NaN steps": (set_to("effective_step", value=float("nan")), "'effective_step' is nan, not an int >= 0"),

@@ -25,4 +25,4 @@ def test_a_block_runs_after_those_before_it(number: int, namespace: dict[str, An
 
 
 def test_there_are_blocks() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4

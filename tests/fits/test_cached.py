@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -633,6 +634,20 @@ def test_activations_are_those_of_one_micro_batch_however_large_the_batch_is() -
     flat = [most_held(items, 4, "cached") for items in (4, 16, 64)]
     assert flat[0] == flat[1] == flat[2] > 0
     assert most_held(64, 64, "full") > 5 * flat[0]
+
+
+def test_each_cached_gradient_is_freed_once_it_is_used() -> None:
+    waiting: list[int] = []
+
+    class Watched(Cached):
+        def embed(self, piece: Any) -> Any:
+            if torch.is_grad_enabled():
+                leaves = [o for o in gc.get_objects() if isinstance(o, Tensor) and o.shape == (3, 4) and o.is_leaf]
+                waiting.append(sum(leaf.requires_grad and leaf.grad is not None for leaf in leaves))
+            return super().embed(piece)
+
+    fit(Watched(Towers(), 3), make_pairs([12]))
+    assert waiting == [8, 6, 4, 2]  # two towers, four pieces
 
 
 # Out of memory

@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.profiler import ProfilerActivity, profile
 from towers import Cached, Towers, make_pairs
 
 from lightning_accum import AccumulationScheduler
@@ -54,11 +55,21 @@ def contrast(own: dict[str, Tensor], everybody: dict[str, Tensor], first: int) -
 
 
 class Sharded(Cached):
-    def __init__(self, size: Any, sizes: list[list[int]], weigh: Any) -> None:
+    """The loss sees the rows of all ranks.
+
+    Args:
+        size: of the micro-batches.
+        sizes: of the batches of each rank.
+        weigh: the weight of a batch, from the batch.
+        spoiled: the loss of a batch of so many pairs is NaN.
+    """
+
+    def __init__(self, size: Any, sizes: list[list[int]], weigh: Any, spoiled: int) -> None:
         net = WithHead()
         net.log_scale.requires_grad_(False)
         super().__init__(net, size, weigh)
-        self.sizes = sizes
+        self.sizes, self.spoiled = sizes, spoiled
+        self.reductions: list[int] = []
 
     def configure_model(self) -> None:
         mesh = self.device_mesh["data_parallel"]
@@ -71,7 +82,18 @@ class Sharded(Cached):
     def loss(self, embeddings: dict[str, Tensor]) -> Tensor:
         rows = {name: F.normalize(self.net.head(part), dim=1) for name, part in embeddings.items()}
         everybody = {name: self.all_gather(part, sync_grads=True).flatten(0, 1) for name, part in rows.items()}
-        return contrast(rows, everybody, self.global_rank * len(rows["image"]))
+        loss = contrast(rows, everybody, self.global_rank * len(rows["image"]))
+        return loss * float("nan") if len(rows["image"]) == self.spoiled else loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if not isinstance(self.size, str) and self.sizes is SIZES:  # a program that ends while it is profiled crashes
+            self.profiler = profile(activities=[ProfilerActivity.CPU])
+            self.profiler.start()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.profiler.stop()
+        names = [event.name for event in self.profiler.events()]
+        self.reductions.append(sum(name.startswith("c10d::_reduce_scatter") for name in names))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         named = [(name, p) for name, p in self.net.named_parameters() if p.grad is not None]
@@ -86,11 +108,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sync each": {"sync_each": True},
     "tensor weights": {"weigh": lambda batch: torch.tensor(float(len(batch[0])))},
     "clip": {"gradient_clip_val": 0.01},
+    "NaN of weight 0": {"weigh": lambda batch: torch.tensor(float(len(batch[0]) == 6)), "spoiled": 4},
 }
 
 
-def fit(size: Any = 2, sizes: Any = SIZES, weigh: Any = None, sync_each: bool = False, **flags: Any) -> Sharded:
-    module = Sharded(size, sizes, weigh)
+def fit(
+    size: Any = 2, sizes: Any = SIZES, weigh: Any = None, spoiled: int = 0, sync_each: bool = False, **flags: Any
+) -> Sharded:
+    module = Sharded(size, sizes, weigh, spoiled)
     strategy = ModelParallelStrategy(
         data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo", timeout=timedelta(seconds=20)
     )
@@ -107,7 +132,7 @@ def main(out: Path) -> None:
     for name, options in VARIANTS.items():
         module = fit(**options)
         steps = [(float(step.loss), float(step.weight), step.micro_batches) for step in module.steps]
-        seen[name] = {"gradients": module.gradients, "steps": steps}
+        seen[name] = {"gradients": module.gradients, "steps": steps, "reductions": module.reductions}
     for name, options in {"unequal pieces": {"sizes": UNEQUAL}, "auto": {"size": "auto"}}.items():
         try:
             fit(**options)

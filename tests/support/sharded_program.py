@@ -96,7 +96,7 @@ class Sharded(AccumulationMixin, LightningModule):
         self.profiler.stop()
         names = [event.name for event in self.profiler.events()]
         self.reductions.append(sum(name.startswith("c10d::_reduce_scatter") for name in names))
-        if batch_idx == 4:  # before the first step torch would step for the optimizer's state, and count that
+        if batch_idx == 4:
             self.saved = self.trainer._checkpoint_connector.dump_checkpoint()["callbacks"]["AccumulationScheduler"]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
