@@ -128,7 +128,6 @@ class AccumulationScheduler(AssignableSchedule, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._placement.settle(trainer)  # again: BatchSizeFinder has come in between
         loop.forget_data(trainer)
-        self.flags.enter_last_batch(trainer)
         schedule, in_float32 = self._placement.schedule, self.gradients.in_float32
         refusals.refuse_float32_over_ranks(trainer, in_float32)
         self._door.begin_fit(schedule)

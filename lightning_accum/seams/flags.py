@@ -44,6 +44,7 @@ class TrainerFlags:
         )
         self._own[_LOG_EVERY] = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self.write(trainer, window)
+        self._enter_last_batch(trainer)
 
     def write(self, trainer: Trainer, window: WindowLength) -> None:
         """Make the window the Trainer's factor."""
@@ -83,7 +84,7 @@ class TrainerFlags:
         """
         return trainer.accumulate_grad_batches is self._written
 
-    def enter_last_batch(self, trainer: Trainer) -> None:
+    def _enter_last_batch(self, trainer: Trainer) -> None:
         """Let a fit that resumes inside its last micro-batch enter the loop, to do what is left of that.
 
         Fact: where `max_steps` are reached, the loop makes no validation and calls no hook. It asks behind its first
