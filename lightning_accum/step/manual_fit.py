@@ -90,6 +90,8 @@ class ManualDoor(Door):
     def begin_epoch(self) -> None:
         if self._engine.progress.window.is_pending:  # saved at the epoch's end, by a callback before the scheduler
             self._leave_window()
+            if self._engine.options.partial_window == "average":  # now its LR step, which waits for the window's
+                self._lr_schedulers.at_last_batch(self._trainer, self._module, self._trainer.current_epoch - 1)
         self._batches_before = loop.all_batches(self._trainer)
 
     @override

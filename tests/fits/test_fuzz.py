@@ -140,7 +140,7 @@ class ManualFuzzed(AccumulationMixin, Fuzzed):
         loss = super().training_step(batch, batch_idx)
         breaks = (self.trainer.current_epoch, batch_idx) == self.breaks
         if self.story["split"] and loss is not None:
-            self.in_pieces(batch, breaks and self.story["resumed"][self.places[-1]] == PIECES)
+            self.in_pieces(batch, breaks and resumes(self.story)[self.places[-1]] == PIECES)
         else:
             self.accumulate(loss, weight=batch[2])
         if breaks:
