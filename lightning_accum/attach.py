@@ -8,7 +8,7 @@ from lightning_accum.checks import refusals
 from lightning_accum.scheduler import AccumulationScheduler
 from lightning_accum.seams import hooks, loop
 from lightning_accum.seams.roots import CALLBACKS, LIGHTNING_MODULES
-from lightning_accum.step.manual import run_training_step
+from lightning_accum.step.manual_fit import run_training_step
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule

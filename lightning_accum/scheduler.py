@@ -18,8 +18,9 @@ from lightning_accum.seams import hooks, loop, restart
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.roots import SIGTERM_EXCEPTIONS, Callback
 from lightning_accum.step import resume
+from lightning_accum.step.door import Door
 from lightning_accum.step.doors import choose_door
-from lightning_accum.step.engine import Door, Engine
+from lightning_accum.step.engine import Engine
 from lightning_accum.step.guards import check_first_backward
 from lightning_accum.window import checkpoint as checkpoints
 from lightning_accum.window.placement import WindowPlacement
@@ -93,8 +94,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         self._request(scheduling, effective_batch_size, interval)
         self.partial_window, self.weight_fn = partial_window, weight_fn
         self.save_gradients, self.sync_each_micro_batch = save_gradients, sync_each_micro_batch
-        self.every = None if every is None else list(every)
-        self.is_attached = False  # by the mixin, for one fit
+        self.every, self.is_attached = every and list(every), False  # attached by the mixin, for one fit
         self.gradients, self.flags = WindowGradients(accumulate_in_float32), TrainerFlags()
         hooks.leave_out(self, "on_before_backward", "on_after_backward", "on_before_zero_grad")
         self._reset()

@@ -180,6 +180,15 @@ def warn_of_endless_fit(max_steps: int) -> None:
     )
 
 
+def warn_of_sharded_losses() -> None:
+    """Warn, at the first of them, about losses that nothing keeps apart."""
+    advise(
+        "Several optimizers with sharded parameters: a loss that runs through another optimizer's network also adds to"
+        " the gradients of that one, with `toggle_model` too, which sharded parameters do not follow. Let each loss run"
+        " through its own optimizer's parameters only (`detach` what comes from others), or use DDP."
+    )
+
+
 def warn_of_incomplete_batch() -> None:
     """Warn about a micro-batch of which a resumed fit has only a part."""
     rank_zero_warn(

@@ -71,5 +71,6 @@ def warn_of_order() -> None:
     advise(
         "An optimizer stepped, and then another one's loss of the same micro-batch used the weights that had moved; the"
         " window's other micro-batches used those from before. Give `more=True` to the first one's last `accumulate`:"
-        " its window then closes when `training_step` ends."
+        " its window then closes when `training_step` ends. `accumulate_split` and `accumulate_cached` step at once:"
+        " call them last, behind the other ones' `accumulate(..., more=True)`."
     )

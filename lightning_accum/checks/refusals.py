@@ -191,6 +191,16 @@ def outside_training_step(call: str, module: LightningModule | None = None) -> R
     )
 
 
+def ranks_disagree(*positions: list[int]) -> RuntimeError:
+    """Return the error for ranks that end the windows of different optimizers; ``positions``: of two ranks."""
+    one, other = sorted(positions)
+    return RuntimeError(
+        f"The ranks disagree about whose accumulation window ends next: that of the optimizers {one} on one rank, of"
+        f" {other} on another (positions in `configure_optimizers`). Hand over losses for the same optimizers, in the"
+        " same order, on all ranks; a rank without a loss calls `accumulate(None, optimizer=...)`, or nothing."
+    )
+
+
 def has_stepped(call: str) -> RuntimeError:
     """Return the error for a second call for an optimizer that has stepped; ``call``: how it begins."""
     return RuntimeError(

@@ -71,7 +71,6 @@ class Measured:
 class _Backward:
     """A backward that is measured while it runs."""
 
-    optimizer: Optimizer
     weight: Weight
     scale: Weight
     norms: dict[Tensor, Tensor] = field(default_factory=dict)
@@ -91,7 +90,7 @@ class MicroBatchNorms:
         self.measured: dict[Optimizer, Measured] = {}
         self._handles: dict[Optimizer, dict[Tensor, RemovableHandle]] = {}
         self._scaler: GradScaler | None = None
-        self._running: _Backward | None = None
+        self._running: dict[Optimizer, _Backward] = {}  # one backward may contribute to several windows
 
     def begin_window(self, optimizer: Optimizer, scaler: GradScaler | None = None) -> None:
         """Measure the optimizer's window from here on; under a GradScaler gradients carry its scale."""
@@ -100,13 +99,14 @@ class MicroBatchNorms:
     def end_window(self, optimizer: Optimizer) -> None:
         """Measure no more."""
         self.measured.pop(optimizer, None)
+        self._running.pop(optimizer, None)
         handles = self._handles.pop(optimizer, {})
         while handles:
             handles.popitem()[1].remove()
 
     def release(self) -> None:
         """Measure nothing, whatever was begun."""
-        self._running = None
+        self._running = {}
         for optimizer in {*self.measured, *self._handles}:
             self.end_window(optimizer)
 
@@ -114,7 +114,7 @@ class MicroBatchNorms:
 
     def begin(self, optimizer: Optimizer, weight: Weight, scale: Weight) -> None:
         """Watch the next backward, whose loss is multiplied by ``scale``."""
-        self._running = _Backward(optimizer, weight, scale)
+        self._running[optimizer] = _Backward(weight, scale)
         handles = self._handles.setdefault(optimizer, {})
         for parameter in parameters(optimizer):
             if parameter.requires_grad and parameter not in handles:
@@ -123,8 +123,13 @@ class MicroBatchNorms:
 
     def sum_parts(self) -> None:
         """Expect the contribution's gradient in several passes (a cached loss); costs a buffer of the gradient."""
-        if self._running is not None:
-            self._running.parts = {}
+        for running in self._running.values():
+            running.parts = {}
+
+    def rescale(self, optimizer: Optimizer, ratio: Weight) -> None:
+        """Expect another multiple of the loss: one backward for several windows has the scale of the first."""
+        if (running := self._running.get(optimizer)) is not None:
+            running.scale = running.scale * ratio
 
     def note_batch(self, optimizer: Optimizer, batch: int, *, opens_batch: bool) -> None:
         """Note the loader batch of a contribution: two losses of the same items are not two samples of one gradient."""
@@ -134,8 +139,8 @@ class MicroBatchNorms:
         measured.first, measured.last = measured.first or batch, batch
 
     def _see(self, optimizer: Optimizer, parameter: Tensor, gradient: Tensor) -> None:
-        running = self._running
-        if running is None or running.optimizer is not optimizer:  # another one's loss may run through its parameters
+        running = self._running.get(optimizer)
+        if running is None:  # another one's loss may run through its parameters
             return
         if running.parts is not None:
             held = running.parts.get(parameter)
@@ -144,12 +149,12 @@ class MicroBatchNorms:
         running.is_repeated |= parameter in running.norms
         running.norms[parameter] = norm_of(gradient)  # the gradient itself is not kept: autograd could not reuse it
 
-    def end(self) -> None:
+    def end(self, optimizer: Optimizer) -> None:
         """Add the contribution whose backward is through."""
-        running, self._running = self._running, None
+        running = self._running.pop(optimizer, None)
         if running is None:
             return
-        measured, weight = self.measured[running.optimizer], running.weight
+        measured, weight = self.measured[optimizer], running.weight
         measured.micro_batches += 1
         if running.is_repeated:
             measured.obstacle = "several backwards"
@@ -173,6 +178,7 @@ class MicroBatchNorms:
 
     def drop(self, optimizer: Optimizer) -> None:
         """Forget what the window holds: it begins again."""
+        self._running.pop(optimizer, None)
         if optimizer in self.measured:
             self.measured[optimizer] = Measured()
 
@@ -181,7 +187,7 @@ class MicroBatchNorms:
         kept = {optimizer: replace(measured) for optimizer, measured in self.measured.items()}
 
         def put_back() -> None:
-            self._running = None
+            self._running = {}
             self.measured = {optimizer: replace(measured) for optimizer, measured in kept.items()}
 
         return put_back

@@ -165,11 +165,11 @@ class WindowGradients:
             self.norms.note_batch(optimizer, batch, opens_batch=opens_batch)
             self.norms.begin(optimizer, weight, scale)
 
-    def unmask(self) -> None:
-        """The backward is through."""
+    def unmask(self, optimizer: Optimizer | None = None) -> None:
+        """The backward is through, that of a contribution to this optimizer's window."""
         self.weight_mask.running = None
-        if self.norms.measured:
-            self.norms.end()
+        if optimizer in self.norms.measured:
+            self.norms.end(optimizer)
 
     def scale(self, optimizer: Optimizer, factor: Weight) -> None:
         """Multiply what the open window has summed."""

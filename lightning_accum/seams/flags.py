@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_accum.seams import hooks, loop
-from lightning_accum.seams.window_length import NotDue, WindowLength, plain
+from lightning_accum.seams.window_length import NotDue, NotReached, WindowLength, plain
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -44,6 +44,7 @@ class TrainerFlags:
         )
         self._own[_LOG_EVERY] = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self.write(trainer, window)
+        self._enter_last_batch(trainer)
 
     def write(self, trainer: Trainer, window: WindowLength) -> None:
         """Make the window the Trainer's factor."""
@@ -86,9 +87,40 @@ class TrainerFlags:
         """
         return trainer.accumulate_grad_batches is self.written
 
+    def _enter_last_batch(self, trainer: Trainer) -> None:
+        """Let a fit that resumes inside its last micro-batch enter the loop, to do what is left of that.
+
+        Fact: where `max_steps` are reached, the loop makes no validation and calls no hook. It asks behind its first
+        call of ``setup_data``, and once more behind ``on_train_start``; the second call is where the epoch continues.
+        """
+        fit_loop = trainer.fit_loop
+        set_up: hooks.Hook = fit_loop.setup_data
+
+        def set_up_then_enter() -> None:
+            set_up()
+            if type(trainer.max_steps) is NotReached:
+                _restore_max_steps(trainer)
+            elif fit_loop.restarting and _is_inside_batch(trainer):
+                fit_loop.epoch_loop.max_steps = NotReached(trainer.max_steps)
+
+        hooks.shadow(fit_loop, "setup_data", set_up_then_enter)
+
     def give_back(self, trainer: Trainer) -> None:
         """Restore what was taken; calling it twice does nothing."""
+        _restore_max_steps(trainer)
         for name, value in self._own.items():
             setattr(trainer, name, value)
         hooks.unshadow_all(trainer.strategy, "save_checkpoint")
         self._own, self.written = {}, None
+
+
+def _is_inside_batch(trainer: Trainer) -> bool:
+    """Whether the checkpoint just loaded is made inside a micro-batch, or the validation behind one."""
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    trained, validated = epoch_loop.batch_progress.current, epoch_loop.val_loop.batch_progress.current
+    return bool(trained.completed < trained.ready or validated.completed < validated.ready)
+
+
+def _restore_max_steps(trainer: Trainer) -> None:
+    trainer.fit_loop.epoch_loop.max_steps = int(trainer.max_steps)
+    hooks.unshadow_all(trainer.fit_loop, "setup_data")

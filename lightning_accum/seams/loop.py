@@ -84,8 +84,7 @@ def ready_batches(trainer: Trainer) -> int:
 def place_in_epoch(trainer: Trainer, batch_idx: int) -> int:
     """Return the present micro-batch's place in the epoch, in ``on_train_batch_start``.
 
-    Fact: the hook's `batch_idx` is one behind from the second one on, where ``training_step`` takes the loader's
-    iterator.
+    Fact: the hook's `batch_idx` is one behind from the second one on if ``training_step`` takes the loader's iterator.
     """
     fetcher = trainer.fit_loop._data_fetcher
     return ready_batches(trainer) - 1 if type(fetcher).__name__ == "_DataLoaderIterDataFetcher" else batch_idx
@@ -100,12 +99,13 @@ def batch_is_processed(trainer: Trainer) -> bool:
 def enter_batch_as_done(checkpoint: Saved) -> None:
     """Let a resumed fit go on behind the present micro-batch, as from a checkpoint made in ``on_train_batch_end``.
 
-    Fact: it does so if all begun micro-batches are entered as started and processed; otherwise it runs the present one
-    again, while a resumable loader goes on behind it. One that the loader gave as None is never entered as started.
+    Fact: it does so if all begun micro-batches are entered as started and processed, and otherwise runs this one again.
+    None of the loader is not entered as started, and one at which ``on_train_batch_start`` gave -1 not as completed.
     """
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    for count in (progress["total"], progress["current"]):
+    for count in (total := progress["total"], current := progress["current"]):
         count["started"] = count["processed"] = count["ready"]
+    total["completed"] = total["ready"] - current["ready"] + current["completed"]
 
 
 def resumes_inside_epoch(trainer: Trainer) -> bool:

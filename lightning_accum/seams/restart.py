@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lightning_accum.seams import logs, loop
 from lightning_accum.seams.roots import call_callback_hooks, call_module_hook
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import Callback, Trainer
 
 _INSIDE = {"ready": 1, "started": 1, "processed": 0, "completed": 0}  # a validation that has begun and is not over
 
@@ -72,6 +74,11 @@ def is_resumed(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop.restarting
 
 
+def is_between_epochs(trainer: Trainer) -> bool:
+    """Whether training begins between two epochs."""
+    return loop.all_batches(trainer) > 0 and not trainer.fit_loop.restarted_mid_epoch
+
+
 def is_left_in_batch_end(trainer: Trainer) -> bool:
     """Whether the checkpoint was made in ``on_train_batch_end``, or entered as made there; asked in `on_train_start`.
 
@@ -93,9 +100,14 @@ def enter_due_validation(trainer: Trainer) -> None:
         for count in (epoch_loop.val_loop.batch_progress.total, epoch_loop.val_loop.batch_progress.current):
             vars(count).update(_INSIDE)
         epoch_loop.update_restart_stage()
-    elif not is_due and trainer.fit_loop.restarted_mid_epoch and loop.epoch_is_complete(trainer):
+    elif not is_due and trainer.fit_loop.restarted_mid_epoch and _is_last_batch(trainer):
         epoch_loop.val_loop._has_run = True
         logs.advance_logger_step(trainer)  # as the loop does behind the validation
+
+
+def _is_last_batch(trainer: Trainer) -> bool:
+    # The plain int: the Trainer's may be `NotReached` still.
+    return loop.epoch_is_complete(trainer) or 0 <= int(trainer.max_steps) <= trainer.global_step
 
 
 def end_restart(trainer: Trainer) -> None:
@@ -133,16 +145,32 @@ def _keep_prefetched(trainer: Trainer) -> None:
         fetcher.setup(_Begun(fetcher))
 
 
-def call_batch_end(trainer: Trainer) -> None:
+def call_batch_end(trainer: Trainer, behind: Callback | None = None) -> None:
     """Call ``on_train_batch_end`` of all callbacks and the module, as where the loader gives None for the micro-batch.
 
     Fact: with None for the outputs and the batch.
+
+    Args:
+        trainer: the Trainer of the fit.
+        behind: if given, only callbacks behind this one are called.
     """
     arguments = (trainer, "on_train_batch_end", None, None, loop.ready_batches(trainer) - 1)
     trainer._logger_connector.on_batch_start(None)
-    call_callback_hooks(*arguments)
+    with nullcontext() if behind is None else _callbacks_behind(trainer, behind):
+        call_callback_hooks(*arguments)
     call_module_hook(*arguments)
     trainer._logger_connector.on_batch_end()
+
+
+@contextmanager
+def _callbacks_behind(trainer: Trainer, callback: Callback) -> Iterator[None]:
+    """Have only the callbacks behind this one in the list, for a while."""
+    every = loop.callbacks(trainer)
+    loop.set_callbacks(trainer, every[every.index(callback) + 1 :])
+    try:
+        yield
+    finally:
+        loop.set_callbacks(trainer, every)
 
 
 def note_steps_before(trainer: Trainer) -> None:
@@ -178,7 +206,16 @@ def restore_metrics(trainer: Trainer, metrics: dict[str, Tensor]) -> None:
     trainer._logger_connector._callback_metrics.update({name: value.to(device) for name, value in metrics.items()})
 
 
-# LR schedulers in automatic optimization
+# The step and LR schedulers in automatic optimization
+
+
+def step_optimizer(trainer: Trainer) -> None:
+    """Let the loop take the optimizer step behind a backward that is over, with all hooks.
+
+    Fact: under a GradScaler it leaves the step out if the closure returns None, as where `training_step` does.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop.automatic_optimization._optimizer_step(epoch_loop.batch_idx, lambda: torch.zeros(()))
 
 
 def step_lr_schedulers(trainer: Trainer, *, at_window_end: bool) -> None:

@@ -113,8 +113,22 @@ class NotDue(int):
         return 1
 
 
+class NotReached(int):
+    """``trainer.max_steps`` while a resumed fit enters its last micro-batch: the same int, not reached by any steps."""
+
+    @override
+    def __reduce_ex__(self, protocol: object) -> tuple[type[int], tuple[int]]:
+        """Pickle as a plain int."""
+        return int, (int(self),)
+
+    @override
+    def __le__(self, steps: int) -> bool:
+        """Return False. Fact: the loop asks ``steps >= it``, and Python first asks the operand of the derived class."""
+        return False
+
+
 for _dumper in (yaml.Dumper, yaml.SafeDumper):  # hparams.yaml gets plain ints; YAML asks for each class by itself
-    for _int in (WindowLength, NotDue):
+    for _int in (WindowLength, NotDue, NotReached):
         _dumper.add_representer(_int, lambda dumper, number: dumper.represent_int(int(number)))
 
 
@@ -125,7 +139,7 @@ def plain(value: object) -> object:
         >>> type(plain({"factor": [WindowLength(4)]})["factor"][0])
         <class 'int'>
     """
-    if isinstance(value, (WindowLength, NotDue)):
+    if isinstance(value, (WindowLength, NotDue, NotReached)):
         return int(value)
     if type(value) is dict:
         return {key: plain(item) for key, item in value.items()}

@@ -83,6 +83,8 @@ def accumulate_cached(
     if not micro_batch.learns:  # the forward gathers the statistics
         run_in_pieces(step, window, batch, micro_batch_size, [contribution.embed])
         return None
+    if micro_batch.closes:
+        step.turns.take([window], gives=True)
     learn_graph(step)  # none of the backwards below reaches every parameter
     run_in_pieces(step, window, batch, micro_batch_size, [contribution.embed, contribution.learn])
     return step.step(window) if micro_batch.closes else None

@@ -45,6 +45,8 @@ def accumulate_split(
         return None
     example = "a micro-batch to its loss, for example `lambda micro_batch: self.loss(micro_batch)`"
     check_function(batch.function, batch.method, "loss_fn", example)
+    if micro_batch.closes:
+        step.turns.take([window], gives=True)
     # With several ranks that retry, the sync comes after they have agreed: none waits in it for one that has failed.
     syncs = micro_batch.closes and (step.ranks.size == 1 or not isinstance(micro_batch_size, str))
     run_in_pieces(

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -19,7 +18,10 @@ from lightning_accum.gradients.distributed import sync_first_backward
 from lightning_accum.gradients.norms import gradient_norm
 from lightning_accum.schedule.factors import Schedule
 from lightning_accum.seams import hooks, loop, restart
-from lightning_accum.step.engine import Door, Engine
+from lightning_accum.step.door import Door
+from lightning_accum.step.engine import Engine
+from lightning_accum.step.guards import EvaluationGuard
+from lightning_accum.step.left_out import step_for_lightning
 from lightning_accum.window.progress import State
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution
@@ -41,10 +43,11 @@ class AutomaticDoor(Door):
     def __init__(self, engine: Engine, module: LightningModule) -> None:
         self._engine, self._module, self._trainer = engine, module, engine.trainer
         engine.progress.sees_all_weights = engine.ranks.size == 1 or engine.options.weight_fn is None
-        self._sums_losses = False
+        self._sums_losses, self._evaluations = False, EvaluationGuard()
         self._weight: Weight = 1.0
         self._grad_norm: Tensor | None = None
         self._skips: list[Callable[[], bool]] = []  # each tells whether the step under way was skipped
+        self._reported = 0  # the micro-batch whose window's report is being told of, as `Engine.batch` counts
 
     @override
     def extends_overdue(self) -> bool:
@@ -64,6 +67,7 @@ class AutomaticDoor(Door):
         sync_first_backward(self._trainer)
         if not loop.is_compiled(self._module):
             hooks.shadow_with_signature(self._module, "training_step")
+        self._evaluations.install(self._trainer.optimizers)
 
     @override
     def begin_batch(self, batch: object) -> None:
@@ -96,9 +100,9 @@ class AutomaticDoor(Door):
             if window.micro_batches > 1:
                 raise refusals.evaluates_again(self._trainer.optimizers[0])
             window.drop()  # a closure optimizer evaluates the same micro-batch again
-        divisor: float = int(self._trainer.accumulate_grad_batches)
-        if loss.dtype is not torch.float32:
-            divisor = precision.real_divisor(int(divisor), loss.dtype)
+        elif window.micro_batches:
+            self._evaluations.check(self._trainer.optimizers[0])
+        divisor = precision.real_divisor(int(self._trainer.accumulate_grad_batches), loss.dtype)
         sums_loss = self._sums_losses and not weighs_nothing(self._weight)
         contribution = Contribution(self._weight, self._whole(loss) if sums_loss else None)
         scale = self._engine.begin_backward(window, contribution, divisor, divisor)
@@ -129,7 +133,7 @@ class AutomaticDoor(Door):
         if scaler is not None:
             self._skips.append(precision.ScaledStep(scaler, optimizer).finish)
             if self._engine.progress.last_batch != self._engine.batch:
-                self._step_for_lightning(scaler, optimizer)
+                step_for_lightning(self._module, scaler, optimizer)
         ranks = self._engine.ranks
         # Without `weight_fn` all ranks contribute as much: Lightning refuses a None of some of them.
         is_weighted = self._engine.options.weight_fn is not None
@@ -149,25 +153,10 @@ class AutomaticDoor(Door):
 
         hooks.shadow_once(self._module, "configure_gradient_clipping", own_clip_of_any)
 
-    def _step_for_lightning(self, scaler: precision.GradScaler, optimizer: Optimizer) -> None:
-        """Take the step that Lightning leaves out under a GradScaler if the window's last `training_step` gave None.
-
-        It neither unscales nor steps then, but does call the hooks before the step, and clips after them.
-        """
-        if not precision.is_fused(optimizer):
-            scaler.unscale_(optimizer)
-        own_clip: hooks.Hook = self._module.configure_gradient_clipping
-
-        def own_clip_then_step(*args: object, **kwargs: object) -> None:
-            own_clip(*args, **kwargs)
-            scaler.step(optimizer)
-            scaler.update()
-
-        hooks.shadow_once(self._module, "configure_gradient_clipping", own_clip_then_step)
-
     @override
     def end_batch(self) -> None:
         """Count the window that this micro-batch has closed, then report it."""
+        self._evaluations.end()
         window = self._driven
         if window is None or window.phase is Phase.EMPTY:
             return
@@ -179,7 +168,9 @@ class AutomaticDoor(Door):
         step = self._engine.report(window, self._grad_norm) if reports else None
         self._engine.close(at=loop.ready_batches(self._trainer))
         if step is not None:
+            self._reported = self._engine.batch
             effective_step.notify(self._trainer, self._module, step)
+            self._reported = 0
 
     def _drop_if_left_out(self) -> None:
         """Drop the window if an ``optimizer_step`` of the user's has left out its step, as Lightning does; count it.
@@ -206,16 +197,28 @@ class AutomaticDoor(Door):
         if loop.batch_is_processed(self._trainer):  # callbacks before the scheduler save before `end_batch`
             self._end_step(self._engine.progress.accumulator(0))
         monitors = [config.monitor for config in self._trainer.lr_scheduler_configs]
-        return {"metrics": restart.followed_metrics(self._trainer, monitors)}
+        is_told = self._reported == self._engine.batch > 0
+        return {"metrics": restart.followed_metrics(self._trainer, monitors), "is_told": is_told}
 
     @override
     def finish_batch(self, state: State) -> None:
         is_closed, unfinished = state["window"] is None, state.get("unfinished")
         if unfinished is not None:
-            restart.step_lr_schedulers(self._trainer, at_window_end=unfinished["is_counted"])
-            is_closed = unfinished["is_counted"]
+            is_closed = unfinished["is_counted"] or self._step_if_full(is_added=unfinished["is_added"])
+            restart.step_lr_schedulers(self._trainer, at_window_end=is_closed)
+        if state.get("is_told"):  # made in `on_effective_step_end`: by the scheduler, callbacks behind it are to come
+            restart.call_batch_end(self._trainer, behind=self._engine.scheduler)
         if is_closed and restart.is_left_in_batch_end(self._trainer) and not loop.validates_now(self._trainer):
             restart.step_plateau_schedulers(self._trainer)
+
+    def _step_if_full(self, *, is_added: bool) -> bool:
+        """Take the step that the checkpoint's micro-batch should have ended with; whether there was one."""
+        engine = self._engine
+        if engine.is_full(is_added=is_added):
+            engine.batch = engine.progress.last_batch = loop.all_batches(self._trainer)
+            restart.step_optimizer(self._trainer)
+            return True
+        return False
 
     @override
     def end_epoch(self) -> bool:
@@ -244,3 +247,4 @@ class AutomaticDoor(Door):
     def release(self) -> None:
         hooks.unshadow_all(self._module, "configure_gradient_clipping", "on_train_epoch_end", "training_step")
         hooks.unshadow_all(self._trainer.precision_plugin, "backward")
+        self._evaluations.remove()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_accum.checks import arguments, lists, refusals
 from lightning_accum.gradients.buffers import Weight
+from lightning_accum.step import turns
 from lightning_accum.step.engine import Engine
 from lightning_accum.step.micro_batch import MicroBatch
 from lightning_accum.step.slips import CallWatch
@@ -31,12 +32,15 @@ class Calls:
         self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
         self.calls = CallWatch()
 
-    def open_window(self, call: str, optimizer: AnOptimizer | None) -> tuple[Accumulator, MicroBatch]:
+    def open_window(
+        self, call: str, optimizer: AnOptimizer | None, is_none: bool = False
+    ) -> tuple[Accumulator, MicroBatch]:
         """Return the window that a call is for, and the micro-batch, which closes it or not.
 
         Args:
             call: how the user's own begins.
             optimizer: that the user named.
+            is_none: whether it contributes nothing, so that the window may have ended with other ranks' losses.
         """
         if self.micro_batch is None:
             raise refusals.outside_training_step(call)
@@ -45,7 +49,7 @@ class Calls:
         is_only_one = optimizer is None and len(optimizers) == 1
         index = 0 if is_only_one else lists.optimizer_position(optimizer, optimizers, call)
         window = progress.window.accumulators.get(index) or progress.accumulator(index)
-        if window.phase is Phase.STEPPED:
+        if window.phase is Phase.STEPPED and not (is_none and turns.are_needed(self.engine)):
             raise refusals.has_stepped(call)
         if self.micro_batch.closes and not is_due(self.trainer, window):
             return window, self.micro_batch._replace(closes=False)

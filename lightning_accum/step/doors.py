@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from lightning_accum.checks import refusals
 from lightning_accum.seams import hooks, order
 from lightning_accum.step.automatic import AutomaticDoor
-from lightning_accum.step.engine import Door, Engine
+from lightning_accum.step.door import Door
+from lightning_accum.step.engine import Engine
 from lightning_accum.step.manual_fit import ManualDoor, ModuleState
 
 if TYPE_CHECKING:

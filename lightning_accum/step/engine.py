@@ -21,11 +21,11 @@ from lightning_accum.gradients.distributed import Ranks
 from lightning_accum.gradients.precision import LOW_PRECISION, real_divisor
 from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule.factors import Schedule
-from lightning_accum.seams import hooks
+from lightning_accum.seams import hooks, loop
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.roots import rank_zero_warn
 from lightning_accum.step.options import Options
-from lightning_accum.window.progress import Progress, State
+from lightning_accum.window.progress import Progress
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution, Span, Totals
 
@@ -115,11 +115,12 @@ class Engine:
 
     def end_backward(self, window: Accumulator, *, synced: bool) -> None:
         """Count the announced contribution; its gradient is in ``.grad``."""
+        optimizer = self.optimizers[window.index]
         if self.gradients.weight_mask.running is not None or self.gradients.norms.measured:
-            self.gradients.unmask()
+            self.gradients.unmask(optimizer)
         left = window.witness
         if left is None or left.grad is None:
-            left = witness(self.optimizers[window.index])
+            left = witness(optimizer)
         window.end_backward(left, has_synced=synced)
         self.progress.last_batch = self.batch
 
@@ -169,6 +170,18 @@ class Engine:
         if self.trainer.accumulate_grad_batches is self.flags.written:
             self.flags.write_closed(self.trainer, at)
 
+    def is_full(self, *, is_added: bool) -> bool:
+        """Whether a resumed fit begins with the step of the open window.
+
+        Args:
+            is_added: whether the checkpoint's micro-batch is in it. If it was lost, the next one takes its place,
+                unless the epoch ends here.
+        """
+        window = self.progress.window
+        if window.length is None or not window.is_pending or loop.ready_batches(self.trainer) < window.length.end:
+            return False
+        return is_added or loop.epoch_is_complete(self.trainer)
+
     # Windows that stay open, and windows that are not counted
 
     def guard_open_window(self) -> None:
@@ -197,49 +210,3 @@ class Engine:
             advice.warn_failed_backward(window.micro_batches)
             self.gradients.drop(self.trainer.optimizers[window.index])
             window.drop()
-
-
-class Door:
-    """One kind of optimization during a fit, chosen once in ``setup``; the scheduler's hooks call it in this order."""
-
-    def extends_overdue(self) -> bool:
-        """Whether a window whose last place the loader left empty goes on with the next micro-batch."""
-        return False
-
-    def begin_fit(self, schedule: Schedule) -> None:
-        """The optimizers exist: refuse those that cannot accumulate here."""
-
-    def start(self) -> None:
-        """Training begins: the optimizers exist, and a checkpoint was restored."""
-
-    def begin_epoch(self) -> None:
-        """An epoch begins."""
-
-    def begin_batch(self, batch: object) -> None:
-        """A micro-batch begins."""
-
-    def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Gradients are unscaled, and not clipped yet."""
-
-    def end_batch(self) -> None:
-        """A micro-batch has ended."""
-
-    def end_validation(self) -> None:
-        """A validation has ended; its metrics are known."""
-
-    def end_epoch(self) -> bool:
-        """An epoch has ended; whether its open window is kept for the checkpoints made at the end."""
-        return False
-
-    def before_save(self) -> State:
-        """A checkpoint is being made; return what it keeps of this kind of optimization."""
-        return {}
-
-    def finish_batch(self, state: State) -> None:
-        """Do what the checkpoint's micro-batch has left to do but its hooks; ``state`` is what was restored."""
-
-    def end_fit(self) -> None:
-        """The fit has ended without an error."""
-
-    def release(self) -> None:
-        """The fit has ended or failed: leave the module as it was."""

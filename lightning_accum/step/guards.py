@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_accum.gradients.buffers import parameters, takes_step_hooks
+from lightning_accum.checks.refusals import evaluates_again
+from lightning_accum.gradients.buffers import parameters, takes_step_hooks, witness
 from lightning_accum.schedule.factors import Schedule
 from lightning_accum.seams import hooks
 from lightning_accum.seams.roots import MisconfigurationException
@@ -64,6 +66,41 @@ class HandStepGuard:
                 " does both when the window closes."
             )
         self.steps_by_hand += moves and phase is Phase.EMPTY
+
+
+class EvaluationGuard:
+    """Refuses an optimizer whose step moves weights, and only then evaluates the loss (SAM): a window does not repeat.
+
+    Others call their closure first, once. It looks at one parameter that has a gradient: such steps move all of them.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Tensor, int]] = []  # the step under way: a parameter, and its version then
+        self._handles: list[RemovableHandle] = []
+
+    def install(self, optimizers: list[Optimizer]) -> None:
+        """Watch the steps of these."""
+        watched = filter(takes_step_hooks, optimizers)
+        self._handles = [optimizer.register_step_pre_hook(self.begin) for optimizer in watched]
+
+    def begin(self, optimizer: Optimizer, *_: object) -> None:
+        """A step begins, and has not called its closure yet."""
+        # Fact: torch counts in `_version` how often a tensor was changed in place.
+        self._before = [(seen, seen._version) for seen in (witness(optimizer),) if seen is not None]
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise if the step has moved weights, or zeroed gradients; called in its closure."""
+        if any(seen._version != version or seen.grad is None for seen, version in self._before):
+            raise evaluates_again(optimizer)
+
+    def end(self) -> None:
+        """The step is over."""
+        self._before = []
+
+    def remove(self) -> None:
+        """Watch no more."""
+        while self._handles:
+            self._handles.pop().remove()
 
 
 def check_first_backward(trainer: Trainer, schedule: Schedule) -> None:

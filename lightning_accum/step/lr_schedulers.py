@@ -70,23 +70,24 @@ class LRSchedulers:
             else:
                 self._step_with_metric(trainer, module, config)
 
-    def at_last_batch(self, trainer: Trainer, module: LightningModule) -> None:
+    def at_last_batch(self, trainer: Trainer, module: LightningModule, epoch: int | None = None) -> None:
         """Step the schedulers of interval epoch, without those that follow a metric; once for an epoch.
 
         As in automatic optimization, at the epoch's last micro-batch, whatever it contributes, so that every checkpoint
         made afterwards has them stepped.
         """
-        if self._completed_epoch != trainer.current_epoch:
-            self._completed_epoch = trainer.current_epoch
-            self._step_epoch(trainer, module, with_metric=False)
+        epoch = trainer.current_epoch if epoch is None else epoch  # that of a checkpoint may be the one before
+        if self._completed_epoch != epoch:
+            self._completed_epoch = epoch
+            self._step_epoch(trainer, module, epoch, with_metric=False)
 
     def after_epoch(self, trainer: Trainer, module: LightningModule) -> None:
         """Step those of interval epoch that follow a metric, when the module's own hooks have logged it."""
-        self._step_epoch(trainer, module, with_metric=True)
+        self._step_epoch(trainer, module, trainer.current_epoch, with_metric=True)
 
-    def _step_epoch(self, trainer: Trainer, module: LightningModule, *, with_metric: bool) -> None:
+    def _step_epoch(self, trainer: Trainer, module: LightningModule, epoch: int, *, with_metric: bool) -> None:
         for config in trainer.lr_scheduler_configs:
-            due = config.interval == "epoch" and (trainer.current_epoch + 1) % config.frequency == 0
+            due = config.interval == "epoch" and (epoch + 1) % config.frequency == 0
             if not due or with_metric != (id(config.scheduler) in self._monitored):
                 continue
             if with_metric:

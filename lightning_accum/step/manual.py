@@ -23,6 +23,7 @@ from lightning_accum.step.lr_schedulers import LRSchedulers
 from lightning_accum.step.micro_batch import WHOLE, MicroBatch, Piece
 from lightning_accum.step.optimizer_step import OptimizerStep
 from lightning_accum.step.slips import GradientWatch, OrderWatch
+from lightning_accum.step.turns import Turns
 from lightning_accum.window.rhythm import is_due
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution
@@ -51,6 +52,7 @@ class ManualStep(Calls):
         self.optimizer_step = OptimizerStep(engine, module, self.gradient_watch)
         self._backward = UnheardBackward(engine.trainer, module)
         self._clean = CleanGradients(engine)
+        self.turns = Turns(engine, self._clean, self.step)
 
     # One micro-batch, top to bottom
 
@@ -91,10 +93,13 @@ class ManualStep(Calls):
         """Add one contribution to an optimizer's window; step if it is the last one."""
         is_list = isinstance(optimizer, (list, tuple))
         each = lists.listed(optimizer, "accumulate(loss") if is_list else [optimizer]
-        opened = [self.open_window("accumulate(loss", one) for one in each]  # type: ignore[arg-type] # none is a list
+        is_none = loss is None
+        opened = [self.open_window("accumulate(loss", one, is_none) for one in each]  # type: ignore[arg-type] # no list
         if more is not False:
             arguments.check_more(more)
         self.engine.progress.awaited_batch = self.engine.batch if more else 0
+        if self.ranks.size > 1 and not (opened := self.turns.wait(opened, gives=not is_none, more=more)):
+            return None
         groups = several.grouped(self.engine, opened) if len(opened) > 1 else [([opened[0][0]], opened[0][1].closes)]
         if loss is not None and opened[0][1].learns:
             arguments.check_loss(loss)
@@ -207,7 +212,7 @@ class ManualStep(Calls):
             if (window := progress.accumulator(i)).phase is Phase.STEPPED:
                 continue
             if at is None or is_due(self.trainer, window):
-                self.step(window)
+                self.turns.end(self.turns.take([window], gives=False))
             else:
                 self.engine.drop_if_failed(window)
         self.engine.close(at=at)
@@ -222,9 +227,10 @@ class ManualStep(Calls):
 
     def complete_epoch(self) -> None:
         """Do what is due at the epoch's last micro-batch, before a validation or a checkpoint; done once."""
-        if not loop.epoch_is_complete(self.trainer):
-            return
-        if self.engine.options.partial_window == "drop":
+        partial_window, is_open = self.engine.options.partial_window, self.engine.progress.window.is_pending
+        if not loop.epoch_is_complete(self.trainer) or (partial_window == "average" and is_open):
+            return  # if the loader has left the last place empty, the window's step comes first, in `end_epoch`
+        if partial_window == "drop":
             self.engine.drop()
         self.lr_schedulers.at_last_batch(self.trainer, self.module)
 
@@ -238,12 +244,3 @@ class ManualStep(Calls):
         return self.engine.begin_backward(
             window, contribution, self.engine.length(dtype, contribution.pieces, window.span)
         )
-
-
-def run_training_step(module: LightningModule, training_step: hooks.Hook, *args: object, **kwargs: object) -> object:
-    """Run the ``training_step`` of a class with the mixin, as the running fit's step does."""
-    step: ManualStep | None = module._accumulation.step  # type: ignore[union-attr,assignment]
-    # Not inside a hook on the object, which runs around the class's.
-    if step is None or step.micro_batch is not None:
-        return training_step(*args, **kwargs)
-    return step.run(training_step, *args, **kwargs)

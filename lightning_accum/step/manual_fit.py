@@ -10,7 +10,8 @@ from lightning_accum.checks import advice, refusals, rhythm
 from lightning_accum.schedule.factors import Schedule
 from lightning_accum.seams import hooks, logs, loop, restart
 from lightning_accum.step import slips
-from lightning_accum.step.engine import Door, Engine
+from lightning_accum.step.door import Door
+from lightning_accum.step.engine import Engine
 from lightning_accum.step.lr_schedulers import LRSchedulers
 from lightning_accum.step.manual import ManualStep
 from lightning_accum.window.progress import Progress, State
@@ -50,7 +51,8 @@ class ManualDoor(Door):
         self._engine, self._module, self._trainer = engine, module, engine.trainer
         self._lr_schedulers = LRSchedulers()
         self._step = step = ManualStep(engine, module, self._lr_schedulers)
-        self._batches_before = 0  # in the whole training, where the epoch begins; -1 where an endless fit was warned of
+        # In the whole training before this epoch; -1 in one that a checkpoint is of, -2 after the warning.
+        self._batches_before = -1
         slips.warn_of_unused_hooks(module)
         engine.progress.sees_all_weights = engine.ranks.size == 1
         hooks.shadow(module, "configure_optimizers", self._lr_schedulers.recording(module.configure_optimizers))
@@ -79,7 +81,9 @@ class ManualDoor(Door):
     def begin_epoch(self) -> None:
         if self._engine.progress.window.is_pending:  # saved at the epoch's end, by a callback before the scheduler
             self._leave_window()
-        if self._batches_before >= 0:
+            if self._engine.options.partial_window == "average":  # now its LR step, which waits for the window's
+                self._lr_schedulers.at_last_batch(self._trainer, self._module, self._trainer.current_epoch - 1)
+        if self._batches_before > -2:
             self._batches_before = loop.all_batches(self._trainer)
 
     @override
@@ -116,7 +120,7 @@ class ManualDoor(Door):
         steps_alone_end_it = self._trainer.max_epochs == -1 != self._trainer.max_steps
         if steps_alone_end_it and self._engine.progress.last_batch <= self._batches_before:
             advice.warn_of_endless_fit(self._trainer.max_steps)
-            self._batches_before = -1
+            self._batches_before = -2
 
     def _leave_window(self) -> None:
         """Handle a window that is open where its epoch ends, as `partial_window` asks."""
@@ -142,11 +146,10 @@ class ManualDoor(Door):
     @override
     def finish_batch(self, state: State) -> None:
         trainer, progress = self._trainer, self._engine.progress
-        self._engine.batch, length = loop.all_batches(trainer), progress.window.length
+        self._engine.batch = loop.all_batches(trainer)
         if (unfinished := state.get("unfinished")) is not None:
             progress.closed_batch = self._engine.batch * unfinished["is_counted"]
-            is_full = length is not None and loop.ready_batches(trainer) >= length.end
-            if unfinished["is_added"] and is_full and progress.window.is_pending:
+            if self._engine.is_full(is_added=unfinished["is_added"]):
                 self._step.close_window(at=loop.ready_batches(trainer))
         self._lr_schedulers.load_state_dict(trainer, state.get("lr_schedulers"))
         self._step.complete_epoch()
@@ -164,3 +167,12 @@ class ManualDoor(Door):
         self._step.guard.remove()
         hooks.unshadow_all(self._module, "configure_optimizers", "on_train_epoch_end", "training_step")
         self._module._accumulation = ModuleState(self._engine.progress)  # type: ignore[assignment]
+
+
+def run_training_step(module: LightningModule, training_step: hooks.Hook, *args: object, **kwargs: object) -> object:
+    """Run the ``training_step`` of a class with the mixin, as the running fit's step does."""
+    step: ManualStep | None = module._accumulation.step  # type: ignore[union-attr,assignment]
+    # Not inside a hook on the object, which runs around the class's.
+    if step is None or step.micro_batch is not None:
+        return training_step(*args, **kwargs)
+    return step.run(training_step, *args, **kwargs)

@@ -11,12 +11,14 @@ from torch.optim import Optimizer
 
 from lightning_accum.checks.arguments import check_clip
 from lightning_accum.checks.by_hand import warn_of_clip_by_hand
+from lightning_accum.checks.refusals import evaluates_again
 from lightning_accum.gradients import buffers
 from lightning_accum.gradients.norms import clip_by_norm, gradient_norm
 from lightning_accum.gradients.precision import ScaledStep, active_scaler, without_autocast
 from lightning_accum.seams import hooks, loop
 from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS
 from lightning_accum.step.engine import Engine
+from lightning_accum.step.guards import EvaluationGuard
 from lightning_accum.step.slips import GradientWatch
 from lightning_accum.window.state import Phase
 
@@ -54,7 +56,9 @@ class OptimizerStep:
         clipped: list[Optimizer] = []
         scaled_step = None if scaler is None else ScaledStep(scaler, optimizer.optimizer)
         counted = nullcontext() if in_training_step else loop.counted(self._trainer, optimizer)
-        hooks.shadow(self._module, "on_before_optimizer_step", self._own_hook_then_clip(clipped))
+        guard = EvaluationGuard()
+        guard.begin(optimizer.optimizer)
+        hooks.shadow(self._module, "on_before_optimizer_step", self._own_hook_then_clip(guard, clipped))
         try:
             with autocast, counted:
                 optimizer.step()
@@ -65,15 +69,19 @@ class OptimizerStep:
         self._follow_scale(scaled_step.ratio)
         return not scaled_step.finish() and bool(clipped)
 
-    def _own_hook_then_clip(self, clipped: list[Optimizer]) -> hooks.Hook:
+    def _own_hook_then_clip(self, guard: EvaluationGuard, clipped: list[Optimizer]) -> hooks.Hook:
         """Let the clip run after the module's own ``on_before_optimizer_step``, as in automatic optimization.
 
         So the hook sees the unclipped gradient, and needs no ``super()`` call.
         """
-        module, trainer = self._module, self._trainer
+        module, trainer, evaluated = self._module, self._trainer, list[Optimizer]()
         own_hook = module.on_before_optimizer_step
 
         def own_hook_then_clip(optimizer: Optimizer) -> None:
+            guard.check(optimizer)
+            if evaluated:  # again, which only a loss that is computed anew is good for
+                raise evaluates_again(optimizer)
+            evaluated.append(optimizer)
             own_hook(optimizer)
             if not buffers.any_gradient(optimizer):
                 return

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from lightning_accum.checks import advice
 from lightning_accum.seams import hooks, restart
-from lightning_accum.step.engine import Door, Engine
+from lightning_accum.step.door import Door
+from lightning_accum.step.engine import Engine
 from lightning_accum.window.progress import State
 
 

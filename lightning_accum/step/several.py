@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from lightning_accum.checks.advice import warn_of_sharded_losses
 from lightning_accum.checks.arguments import refuse_lost_gradients
 from lightning_accum.gradients.buffers import trainable, witness
 from lightning_accum.seams import hooks
@@ -14,10 +15,11 @@ from lightning_accum.step.micro_batch import MicroBatch
 from lightning_accum.window.state import Accumulator, Phase
 
 
-def share_parameters(engine: Engine, windows: Sequence[Accumulator]) -> bool:
-    """Whether a parameter is in two of these windows' optimizers."""
-    optimizers = engine.trainer.optimizers
-    return len(windows) > 1 and engine.gradients.share_parameters([optimizers[window.index] for window in windows])
+def groups(engine: Engine, windows: Sequence[Accumulator]) -> list[Sequence[Accumulator]]:
+    """Return the windows that take one backward together; a parameter of two of them needs one for each."""
+    optimizers = [engine.trainer.optimizers[window.index] for window in windows]
+    apart = len(windows) > 1 and engine.gradients.share_parameters(optimizers)
+    return [[window] for window in windows] if apart else [windows]
 
 
 def grouped(engine: Engine, opened: Sequence[tuple[Accumulator, MicroBatch]]) -> list[tuple[list[Accumulator], bool]]:
@@ -26,7 +28,7 @@ def grouped(engine: Engine, opened: Sequence[tuple[Accumulator, MicroBatch]]) ->
     A parameter of two windows needs its gradient twice, once for each; and a backward is synced, or it is not.
     """
     windows = [window for window, _ in opened]
-    if share_parameters(engine, windows):
+    if len(groups(engine, windows)) > 1:
         return [([window], micro_batch.closes) for window, micro_batch in opened]
     ends = [micro_batch.closes for _, micro_batch in opened]
     return [
@@ -38,10 +40,15 @@ def grouped(engine: Engine, opened: Sequence[tuple[Accumulator, MicroBatch]]) ->
 def apart(engine: Engine, windows: Sequence[Accumulator]) -> AbstractContextManager[None]:
     """Return the context of a backward for these windows: it changes the gradients of no other optimizer.
 
-    Under sharding part of a gradient is kept elsewhere; there `toggle_model` keeps losses apart.
+    Under sharding part of a gradient is kept elsewhere, and it does: one warning says so.
     """
     optimizers = engine.trainer.optimizers
-    if len(windows) == len(optimizers) or engine.ranks.is_sharded:
+    if len(windows) == len(optimizers):
+        return nullcontext()
+    if engine.ranks.is_sharded:
+        in_order = engine.progress.window.accumulators.values()
+        if engine.progress.effective_step == 0 == sum(window.micro_batches for window in in_order):
+            warn_of_sharded_losses()
         return nullcontext()
     own = [optimizers[window.index] for window in windows]
     return engine.gradients.apart(own, optimizers, leave_zeros=engine.ranks.needs_gradients)
@@ -57,6 +64,7 @@ def together(engine: Engine, windows: Sequence[Accumulator]) -> Iterator[None]:
     ratios = [window.unit / windows[0].unit for window in windows[1:]]
     for optimizer, ratio in zip(others, ratios, strict=True):
         engine.gradients.scale(optimizer, ratio)
+        engine.gradients.norms.rescale(optimizer, ratio)
     with apart(engine, windows):
         yield
     for optimizer, ratio in zip(others, ratios, strict=True):

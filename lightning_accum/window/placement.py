@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lightning_accum.schedule.epoch import epoch_of, samples
 from lightning_accum.schedule.factors import PartialWindow, Schedule
 from lightning_accum.schedule.resolve import resolve
-from lightning_accum.seams import hooks, logs, loop
+from lightning_accum.seams import hooks, logs, loop, restart
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.window_length import WindowLength
 from lightning_accum.window.progress import Progress, Samples
@@ -79,8 +79,11 @@ class WindowPlacement:
             progress.samples = Samples(seen, loop.passed_batches(trainer))
         if window is not None:
             self._open(trainer, window["length"], window["opened_at"])
+            self._flags.hold_logs(trainer)  # now: callbacks before the scheduler log before `begin_batch`
         if loop.skips_epoch_start(trainer):
             self.begin_epoch(trainer)
+        if restart.is_between_epochs(trainer):  # saved by a callback before the scheduler
+            self._correct_logger_step(trainer, at_least=1)
         if progress.window.length is None:
             at = loop.ready_batches(trainer)
             self._flags.write(trainer, self._placed(self._factor(trainer), at, self._factor(trainer)))

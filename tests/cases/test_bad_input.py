@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from doors import CALLBACK, SCHEDULED, said, through
+from doors import CALLBACK, DOORS, SCHEDULED, fit, said, through
 from helpers import ManualToy, Toy, make_trainer, ones
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -254,15 +254,19 @@ def test_a20_a_damaged_state_is_named_and_nothing_is_left_behind(door: str, name
 @pytest.mark.filterwarnings(
     "ignore:You're resuming from a checkpoint that ended before", "ignore:Be aware that when using"
 )
-def test_a20_what_the_message_advises_works() -> None:
+@pytest.mark.parametrize("door", DOORS)
+def test_a20_what_the_message_advises_works(door: str) -> None:
+    """Also the Trainer's own flag, whose scheduler is attached by the mixin."""
     with pytest.raises(Halt):
-        make_trainer(callbacks=[AccumulationScheduler(3), Save()]).fit(Toy(), ones(7))
+        fit(door, Toy, ones(7), 3, callbacks=[Save()])
     checkpoint = torch.load("whole.ckpt", weights_only=True)
-    checkpoint["callbacks"] = {k: v for k, v in checkpoint["callbacks"].items() if "AccumulationScheduler" not in k}
-    torch.save(checkpoint, "without.ckpt")
-    module = Toy()
-    make_trainer(callbacks=[AccumulationScheduler(3)]).fit(module, ones(7), ckpt_path="without.ckpt")
+    kept = {k: v for k, v in checkpoint["callbacks"].items() if "AccumulationScheduler" not in k}
+    assert len(kept) < len(checkpoint["callbacks"])
+    torch.save({**checkpoint, "callbacks": kept}, "without.ckpt")
+    module = fit(door, Toy, ones(7), 3, ckpt_path="without.ckpt")
     assert module.w.item() < -1.0
+    assert module.trainer.global_step > 1
+    assert getattr(module, "effective_step", module.trainer.global_step) == module.trainer.global_step
 
 
 # N6: a schedule that is exchanged between fits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 from doors import CALLBACK, MIXIN, SCHEDULED, Rows, through
 from helpers import flat, item_losses, make_batches, make_net, make_trainer
 from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from resume_helpers import Resumable
 from torch import Tensor
 
@@ -171,19 +172,49 @@ def test_c01_weight_averaging_loses_no_step_behind_an_error(at: Any, averaging: 
 
 
 @AVERAGES
-@pytest.mark.parametrize(
-    ("door", "hook"),
-    [(CALLBACK, "on_train_batch_end"), (MIXIN, "on_train_batch_end"), (MIXIN, "on_effective_step_end")],
-)
+@DOORS
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_effective_step_end"])
 @pytest.mark.parametrize("at", [(0, 1), LAST, (1, 5)])
-def test_c01_also_of_a_checkpoint_made_where_the_step_is_told(door: str, hook: str, at: Any) -> None:
+@pytest.mark.parametrize("flags", [{}, {"factor": 1}, {"max_steps": 6}, {"factor": 1, "max_steps": 12}], ids=str)
+def test_c01_also_of_a_checkpoint_made_where_the_step_is_told(door: str, hook: str, at: Any, flags: Any) -> None:
     def run(*callbacks: Any, **more: Any) -> Any:
-        return fit(through(door, Net)(), callbacks=[WeightAveraging(), *callbacks], **more)
+        return fit(through(door, Net)(), callbacks=[WeightAveraging(), *callbacks], **flags, **more)
 
     whole, first = run(), run(Save(hook, at))
     resumed = run(ckpt_path="saved.ckpt")
     assert torch.equal(flat(resumed.net), flat(whole.net))
     assert first.windows + resumed.windows == whole.windows
+
+
+@DOORS
+@pytest.mark.parametrize("at", [(0, 0), (0, 3), LAST, (1, 5)])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_c01_a_checkpoint_made_where_the_step_is_told_leaves_each_batch_end_to_one_of_the_two_fits(
+    door: str, at: Any, factor: int
+) -> None:
+    class Counts(Callback):
+        def __init__(self) -> None:
+            self.places: list[tuple[int, int]] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.places.append((trainer.current_epoch, batch_idx))
+
+    def run(*savers: Any, **more: Any) -> list[Counts]:
+        counts = [Counts(), Counts()]
+        trainer = make_trainer(
+            max_epochs=2,
+            callbacks=[counts[0], AccumulationScheduler(factor), *savers, counts[1]],
+            num_sanity_val_steps=0,
+        )
+        with suppress(Halt):
+            trainer.fit(through(door, Net)(), Resumable(DATA), Resumable(DATA[:1]), **more)
+        return counts
+
+    saves = (at[1] + 1) % factor == 0
+    whole, first = run(), run(Save("on_effective_step_end", at))
+    resumed = run(ckpt_path="saved.ckpt") if saves else [Counts(), Counts()]
+    for i in (0, 1):
+        assert first[i].places + resumed[i].places == whole[i].places == [(e, b) for e in range(2) for b in range(6)]
 
 
 # A3: a checkpoint at an epoch's end
@@ -345,6 +376,123 @@ def test_a12_an_error_between_contributions_keeps_what_was_added_and_says_that_t
     assert {**first.rates, **resumed.rates} == whole.rates
 
 
+class FailsAfterBackward(Callback):
+    def __init__(self, at: tuple[int, int] | None = None) -> None:
+        self.at = at
+
+    def on_after_backward(self, trainer: L.Trainer, module: Any) -> None:
+        if (trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx) == self.at:
+            raise Halt
+
+
+@pytest.mark.parametrize("at", [(0, 0), (0, 1), LAST_BUT_ONE, LAST, (1, 3), (1, 5)])
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+@pytest.mark.parametrize("flags", [{}, {"factor": 4}, {"max_steps": 6}, {"gradient_clip_val": 0.5}], ids=str)
+def test_a12_an_error_behind_the_backward_in_automatic_optimization_costs_nothing(
+    at: Any, interval: str, flags: Any
+) -> None:
+    class Rated(Net):
+        def configure_optimizers(self) -> Any:
+            optimizers, (rate,) = super().configure_optimizers()
+            return optimizers, [{**rate, "interval": interval}]
+
+    def run(fails: Any = None, **more: Any) -> Any:
+        options = {"val_check_interval": 2, "scheduler": {"weight_fn": lambda batch: len(batch[0])}, **flags}
+        return fit(Rated(), callbacks=[FailsAfterBackward(fails)], **options, **more)
+
+    whole, first = run(), run(at)
+    resumed = run(ckpt_path="saved.ckpt")
+    assert_goes_on(whole, first, resumed)
+    assert resumed.trainer.global_step == whole.trainer.global_step
+
+
+def test_a12_also_where_a_grad_scaler_skips_or_a_hook_of_the_users_own_steps() -> None:
+    class Steps(Net):
+        def optimizer_step(self, epoch: int, i: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            self.happened.append(f"step {epoch} {i}")
+            optimizer.step(closure=optimizer_closure)
+
+    def run(fails: Any = None, **more: Any) -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+        return fit(Steps(), callbacks=[FailsAfterBackward(fails)], plugins=plugins, **more)
+
+    whole = run()
+    for at in ((0, 1), LAST, (1, 2)):
+        Path("saved.ckpt").unlink(missing_ok=True)
+        first = run(at)
+        resumed = run(ckpt_path="saved.ckpt")
+        steps = [name for name in first.happened + resumed.happened if name.startswith("step")]
+        wanted = [name for name in whole.happened if name.startswith("step")]
+        assert sorted(set(steps)) == wanted  # the step that failed was asked for twice
+        assert first.windows + resumed.windows == whole.windows
+        assert torch.equal(flat(resumed.net), flat(whole.net))
+        assert resumed.trainer.precision_plugin.scaler.get_scale() == whole.trainer.precision_plugin.scaler.get_scale()
+
+
+@pytest.mark.parametrize("at", [(0, 0), (0, 3), LAST, (1, 4)])
+@pytest.mark.parametrize("where", ["first pass", "loss", "second pass"])
+def test_a12_an_error_in_a_cached_batch_costs_that_batch_or_says_what_else(where: str, at: Any) -> None:
+    class Cached(AccumulationMixin, Net):
+        left: Any = ()
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            here = (self.trainer.current_epoch, batch_idx)
+            self.rates[f"{here[0]} {here[1]}"] = self.trainer.optimizers[0].param_groups[0]["lr"]
+            self.calls, pieces = 0, len(batch[0])
+            if here in self.left:
+                return
+
+            def embed(piece: Any) -> Tensor:
+                self.calls += 1
+                if here == self.fails and self.calls == {"first pass": pieces, "second pass": 2 * pieces}.get(where):
+                    raise Halt
+                return self.net(piece[0])
+
+            def loss(embeddings: Tensor) -> Tensor:
+                if here == self.fails and where == "loss":
+                    raise Halt
+                return (embeddings @ embeddings.T).square().mean() * 0.01 + embeddings.square().mean()
+
+            self.accumulate_cached(batch, embed, loss, micro_batch_size=1)
+
+    whole = Cached()
+    # In the second pass the gradients of the window's micro-batches before it are lost with the incomplete ones.
+    torn = where == "second pass" and at[1] % 3 > 0
+    whole.left = {at, *((at[0], at[1] // 3 * 3 + i) for i in range(at[1] % 3 if torn else 0))}
+    fit(whole, factor=3)
+    first = fit(Cached(at), factor=3)
+    told = pytest.warns(UserWarning, match=r"without its gradients \(a backward or a step was under way\)")
+    with told if torn else nullcontext():
+        resumed = fit(Cached(), factor=3, ckpt_path="saved.ckpt")
+    torch.testing.assert_close(flat(resumed.net), flat(whole.net), rtol=1e-10, atol=1e-10)
+    assert {**first.rates, **resumed.rates} == whole.rates
+    assert [n for _, n in first.windows + resumed.windows] == [n for _, n in whole.windows]
+
+
+@DOORS
+def test_a12_the_epochs_last_micro_batch_that_is_lost_closes_its_window_before_the_epochs_lr_step(door: str) -> None:
+    class Fails(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if (self.trainer.current_epoch, batch_idx) == self.fails:
+                raise Halt
+            return loss
+
+    class Lost(Net):
+        """The loader gave nothing at that place: what is right."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            lost = (self.trainer.current_epoch, batch_idx) == LAST
+            return None if lost else super().training_step(batch, batch_idx)
+
+    whole = fit(Lost(), factor=3)
+    fit(through(door, Fails)(LAST), factor=3)
+    resumed = fit(through(door, Net)(), factor=3, ckpt_path="saved.ckpt")
+    assert resumed.windows == [(1, 2), *whole.windows[2:]]
+    torch.testing.assert_close(flat(resumed.net), flat(whole.net), rtol=1e-10, atol=1e-10)
+
+
 # A6: epochs without a training step
 
 
@@ -372,6 +520,60 @@ def test_a06_an_epoch_without_a_training_step_makes_its_lr_step_as_lightning(kin
         trainer.fit(module, Data(DATA))
         rates.append([*sorted(module.rates.items()), trainer.optimizers[0].param_groups[0]["lr"]])
     assert rates[0] == rates[1] == rates[2]
+
+
+@pytest.mark.parametrize("validated", [None, 4], ids=["", "validated"])
+@pytest.mark.parametrize("held", [[True, True, True], [False, True, True], [False, False, True]], ids=str)
+def test_a06_a_window_that_the_loader_leaves_open_is_stepped_before_its_epochs_lr_step(
+    held: list[bool], validated: int | None
+) -> None:
+    class Holds(AccumulationMixin, Net):
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            loss = super().training_step(batch, batch_idx)
+            self.accumulate(loss if held[batch_idx] else None)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.used = [*getattr(self, "used", []), optimizer.param_groups[0]["lr"]]
+
+    flags = {} if validated is None else {"val_check_interval": validated}
+    module = fit(Holds(), [*DATA[:3], None], factor=4, **flags)
+    assert module.used == [0.05, 0.025]
+
+
+@DOORS
+@pytest.mark.parametrize("left", [1, 3, 5])
+def test_a06_a_checkpoint_made_after_an_epoch_that_was_left_repeats_no_micro_batch(door: str, left: int) -> None:
+    """Plain Lightning repeats the one that it was made behind."""
+
+    class Leaving(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if (self.trainer.current_epoch, batch_idx) == (0, left) else None
+
+    class Loader(Resumable):
+        def __iter__(self) -> Any:
+            self.position = self.position if self.loaded else 0
+            self.loaded = False
+            return super().__iter__()
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            self.loaded = True
+
+        loaded = False
+
+    def run(*savers: Any, ckpt_path: str | None = None) -> Any:
+        module = through(door, Leaving)()
+        trainer = make_trainer(max_epochs=2, callbacks=[AccumulationScheduler(2), *savers])
+        with suppress(Halt):
+            trainer.fit(module, Loader(DATA), ckpt_path=ckpt_path)
+        return module
+
+    whole, first = run(), run(Save("on_train_batch_end", (1, 2)))
+    resumed = run(ckpt_path="saved.ckpt")
+    assert first.windows + resumed.windows == whole.windows
+    assert {**first.rates, **resumed.rates} == whole.rates
+    assert [name for name in resumed.happened if name.startswith("batch")] == ["batch 1 3", "batch 1 4", "batch 1 5"]
+    assert torch.equal(flat(resumed.net), flat(whole.net))
 
 
 # A9, B111: the loader changes
@@ -545,3 +747,138 @@ def test_c05_a_validation_that_is_due_at_the_last_epochs_end_is_made_by_the_resu
     validations = [name for name in whole.happened if name.startswith("validation")]
     assert validations == ["validation 2", "validation 4"]
     assert [name for name in first.happened + resumed.happened if name.startswith("validation")] == validations
+
+
+def validations(module: Any) -> list[str]:
+    return [name for name in module.happened if name.startswith("validation")]
+
+
+# With two windows in an epoch: its last micro-batch, and one inside it
+AT_STOP = pytest.mark.parametrize(("max_steps", "at"), [(4, (1, 5)), (3, (1, 2)), (1, (0, 2))])
+
+
+@DOORS
+@AT_STOP
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_start", "on_validation_end"])
+@pytest.mark.parametrize("own", [True, False], ids=["ValidateEveryNSteps", "val_check_interval"])
+@pytest.mark.parametrize("saver_first", [True, False], ids=["saver first", "saver last"])
+def test_c05_the_resumed_fit_ends_the_last_micro_batch_of_max_steps(
+    door: str, max_steps: int, at: Any, hook: str, own: bool, saver_first: bool
+) -> None:
+    def run(*savers: Any, ckpt_path: str | None = None) -> Any:
+        scheduler, validate = AccumulationScheduler(3), [ValidateEvery(1)] if own else []
+        module = through(door, Net)()
+        trainer = make_trainer(
+            max_steps=max_steps,
+            max_epochs=-1,
+            num_sanity_val_steps=0,
+            callbacks=[*savers, *validate, scheduler] if saver_first else [scheduler, *validate, *savers],
+            **({} if own else {"val_check_interval": 3}),
+        )
+        with suppress(Halt):
+            trainer.fit(module, Resumable(DATA), Resumable(DATA[:1]), ckpt_path=ckpt_path)
+        assert trainer.max_steps == max_steps
+        assert "setup_data" not in vars(trainer.fit_loop)
+        return module
+
+    whole, first = run(), run(Save(hook, at))
+    resumed = run(ckpt_path="saved.ckpt")
+    assert len(whole.windows) == max_steps
+    assert validations(whole) == [f"validation {i + 1}" for i in range(max_steps)]
+    made = validations(first) + validations(resumed)
+    assert made == validations(whole)[: -1 if hook == "on_validation_end" else None]  # Halt came before the module's
+    # In automatic optimization the scheduler reports it: a saver before it has saved a window that is counted.
+    told = first.windows + resumed.windows
+    assert told == whole.windows[: -1 if (door, saver_first, hook) == (CALLBACK, True, "on_train_batch_end") else None]
+    assert resumed.trainer.global_step == max_steps
+    if hook != "on_validation_end":
+        assert resumed.happened[-1] == whole.happened[-1] == f"end {at[0]}"
+        assert resumed.trainer.current_epoch == whole.trainer.current_epoch
+        assert {**first.rates, **resumed.rates} == whole.rates
+        assert torch.equal(flat(resumed.net), flat(whole.net))
+
+
+@AT_STOP
+@pytest.mark.parametrize("validated", [True, False])
+def test_c05_also_behind_an_error_in_the_last_micro_batch(max_steps: int, at: Any, validated: bool) -> None:
+    def run(module: Any, **more: Any) -> Any:
+        callbacks = [ValidateEvery(1)] if validated else []
+        return fit(module, factor=3, callbacks=callbacks, max_steps=max_steps, max_epochs=-1, **more)
+
+    whole, first = run(Behind()), run(Behind(at))
+    assert_goes_on(whole, first, run(Behind(), ckpt_path="saved.ckpt"))
+
+
+@pytest.mark.parametrize("at", [(0, 1), LAST_BUT_ONE, LAST])
+def test_c05_s11_an_epoch_of_which_a_resumed_fit_sees_the_end_only_is_not_called_empty(at: Any) -> None:
+    def run(*callbacks: Any, **more: Any) -> Any:
+        return fit(through(MIXIN, Net)(), callbacks=callbacks, max_steps=6, max_epochs=-1, **more)
+
+    run(Save("on_train_batch_end", at))
+    assert run(ckpt_path="saved.ckpt").trainer.global_step == 6  # and no warning
+
+
+@DOORS
+def test_c05_a_fit_whose_last_steps_are_over_is_left_out_as_in_lightning(door: str) -> None:
+    def run(*callbacks: Any, **more: Any) -> Any:
+        return fit(through(door, Net)(), factor=3, callbacks=callbacks, max_steps=4, max_epochs=-1, **more)
+
+    run(Save("on_train_epoch_end", (1, 5)))
+    resumed = run(ckpt_path="saved.ckpt")
+    assert resumed.happened == []
+    assert resumed.trainer.global_step == resumed.trainer.max_steps == 4
+
+
+@DOORS
+def test_c05_a_resumed_fit_that_fails_before_training_leaves_max_steps_as_they_were(door: str) -> None:
+    class Fails(Callback):
+        def on_train_start(self, *args: Any) -> None:
+            raise Halt
+
+    def run(*callbacks: Any, **more: Any) -> Any:
+        flags = {"max_steps": 4, "max_epochs": -1}
+        return fit(through(door, Net)(), factor=3, callbacks=[ValidateEvery(2), *callbacks], **flags, **more)
+
+    run(Save("on_validation_start", (1, 5)))
+    trainer = run(Fails(), ckpt_path="saved.ckpt").trainer
+    assert trainer.max_steps == 4
+    assert "setup_data" not in vars(trainer.fit_loop)
+
+
+# C8: the loggers' x
+
+
+@DOORS
+@pytest.mark.parametrize("partial_window", ["average", "drop", "carry"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_epoch_end"])
+@pytest.mark.parametrize("saver_first", [True, False], ids=["saver first", "saver last"])
+@pytest.mark.parametrize("at", [(0, 5), (1, 5), (1, 1)])
+def test_c08_the_loggers_x_is_that_of_the_uninterrupted_run(
+    door: str, partial_window: Any, hook: str, saver_first: bool, at: Any
+) -> None:
+    if door == CALLBACK and partial_window != "average":
+        return  # needs the mixin
+    at = (at[0], 5) if hook == "on_train_epoch_end" else at
+
+    def run(*savers: Any, ckpt_path: str | None = None) -> list[Any]:
+        scheduler = AccumulationScheduler({0: 4, 1: 3}, partial_window=partial_window)
+        # A saver before it saves what AccumulationMonitor has not heard of yet.
+        others = [LearningRateMonitor("step"), LearningRateMonitor("epoch")]
+        others += [] if saver_first else [AccumulationMonitor()]
+        rows = Rows()
+        trainer = make_trainer(
+            max_epochs=3,
+            num_sanity_val_steps=0,
+            callbacks=[*savers, *others, scheduler] if saver_first else [scheduler, *others, *savers],
+            logger=rows,
+            val_check_interval=2,
+        )
+        with suppress(Halt):
+            trainer.fit(through(door, Net)(), Resumable(DATA), Resumable(DATA[:1]), ckpt_path=ckpt_path)
+        return rows.rows
+
+    whole = run()
+    run(Save(hook, at))
+    resumed = run(ckpt_path="saved.ckpt")
+    assert 0 < len(resumed) < len(whole)
+    assert resumed == whole[len(whole) - len(resumed) :]

@@ -8,7 +8,7 @@ import lightning as L
 import pytest
 import torch
 from doors import CALLBACK, MIXIN, SCHEDULED, fit
-from helpers import ManualToy, Toy, as_given, make_trainer, ones
+from helpers import ManualToy, Toy, TwoWeights, as_given, make_trainer, ones
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -274,6 +274,111 @@ def test_a8_an_optimizer_that_evaluates_twice_is_refused_with_a_factor_above_1(w
     with pytest.raises(MisconfigurationException, match=r"EvaluatesTwice calls a closure that evaluates"):
         fit(CALLBACK, TwiceToy, ones(6), 3, weight_fn=weight_fn)
     assert fit(CALLBACK, TwiceToy, ones(6), 1, weight_fn=weight_fn).w.item() == -6.0
+
+
+class Sharpness(torch.optim.SGD):
+    """As published implementations of SAM: a step up, the closure, a step back, and the step of the base optimizer."""
+
+    evaluates_first, zeroes = False, True
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if self.evaluates_first else None
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        ups = [0.05 * p.grad for p in parameters]
+        with torch.no_grad():
+            for parameter, up in zip(parameters, ups, strict=True):
+                parameter += up
+        if self.zeroes:
+            self.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        with torch.no_grad():
+            for parameter, up in zip(parameters, ups, strict=True):
+                parameter -= up
+        super().step()
+        return loss
+
+
+@DOORS
+@pytest.mark.parametrize("evaluates_first", [True, False])
+@pytest.mark.parametrize("zeroes", [True, False])
+@pytest.mark.parametrize("factor", [1, 3])
+@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "not scaled"])
+def test_a8_one_that_moves_weights_before_it_evaluates_is_refused(
+    door: str, evaluates_first: bool, zeroes: bool, factor: int, scaled: bool
+) -> None:
+    kind = type("Sam", (Sharpness,), {"evaluates_first": evaluates_first, "zeroes": zeroes})
+
+    class SamToy(Toy):
+        def configure_optimizers(self) -> Any:
+            return kind(self.parameters(), lr=1.0)
+
+    plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))] if scaled else []
+    if scaled:  # Lightning calls no closure in the step then, which these optimizers need
+        with pytest.raises(TypeError, match="not callable"):
+            fit(door, SamToy, ones(6), factor, plugins=plugins)
+    elif door == CALLBACK and factor == 1:  # as in Lightning
+        assert fit(door, SamToy, ones(6), factor).w.item() == -6.0
+    else:
+        with pytest.raises(MisconfigurationException, match=r"Sam calls a closure that evaluates"):
+            fit(door, SamToy, ones(6), factor)
+
+
+@DOORS
+def test_a8_weights_that_the_user_moves_between_micro_batches_are_no_second_evaluation(door: str) -> None:
+    class Clamps(Toy):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            with torch.no_grad():
+                self.w.clamp_(-9, 9)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            with torch.no_grad():
+                self.w.clamp_(-9, 9)
+
+    assert fit(door, Clamps, ones(6), 3).w.item() == -2.0
+
+
+# A7, more: a slip of any optimizer's clip, on the object, and beside the Trainer's own
+
+
+@DOORS
+@pytest.mark.parametrize("where", ["on the object", "hook before the step", "beside the Trainer's"])
+@pytest.mark.parametrize("name", ["nrom", "norm ", "2"])
+def test_a7_siblings_of_an_unknown_clip_algorithm_are_refused(door: str, where: str, name: Any) -> None:
+    def clip(module: Any, optimizer: Any, **kwargs: Any) -> None:
+        module.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm=name)
+
+    class Typo(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            if where == "on the object":
+                self.configure_gradient_clipping = lambda optimizer, **kwargs: clip(self, optimizer)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if where == "hook before the step":
+                clip(self, optimizer)
+
+        def configure_gradient_clipping(self, optimizer: Any, **kwargs: Any) -> None:  # type: ignore[no-redef]
+            clip(self, optimizer)
+
+    flags = {"gradient_clip_val": 0.01} if where == "beside the Trainer's" else {}
+    with pytest.raises(MisconfigurationException, match=r"is invalid|accepted are|clipping with `clip_gradients"):
+        fit(door, Typo, ones(2), 2, **flags)
+
+
+def test_a7_of_the_second_optimizer_too() -> None:
+    class Second(TwoWeights):
+        def configure_gradient_clipping(self, optimizer: Any, **kwargs: Any) -> None:
+            is_second = optimizer is self.trainer.optimizers[1]
+            self.clip_gradients(
+                optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="vlaue" if is_second else "norm"
+            )
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD([weight], lr=1.0) for weight in (self.w, self.v)]
+
+    with pytest.raises(MisconfigurationException, match=r"'vlaue'.*accepted are 'norm' and 'value'"):
+        make_trainer(accumulate_grad_batches=2).fit(Second(), ones(2))
 
 
 # A10: an optimizer made anew in the fit

@@ -317,7 +317,16 @@ class Networks(AccumulationMixin, L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, (first, second) = batch[0], self.optimizers()
         early = self.b(self.a(x).detach()).mean() if self.way == "made before" else None
-        self.accumulate(self.a(x).square().mean(), optimizer=first, more=self.way == "more")
+        if self.way == "split behind":
+            self.accumulate(self.b(self.a(x)).mean(), optimizer=second, more=True)
+        if "split" in self.way:
+            self.accumulate_split(x, lambda x: self.a(x).square().mean(), micro_batch_size=1, optimizer=first)
+        elif self.way == "cached":
+            self.accumulate_cached(x, self.a, lambda a: a.square().mean(), micro_batch_size=1, optimizer=first)
+        else:
+            self.accumulate(self.a(x).square().mean(), optimizer=first, more=self.way == "more")
+        if self.way == "split behind":
+            return
         self.accumulate(self.other(x, second) if early is None else early, optimizer=second)
 
     def other(self, x: Tensor, second: Any) -> Tensor:
@@ -341,14 +350,17 @@ def fit_networks(way: str, factor: int = 3) -> list[str]:
     return warned(lambda: trainer.fit(Networks(way), as_given(make_batches([2] * 6))))
 
 
-@pytest.mark.parametrize("way", ["through", "detached", "without a module", "toggled"])
+@pytest.mark.parametrize("way", ["through", "detached", "without a module", "toggled", "split", "cached"])
 def test_b147_a_loss_that_sees_the_other_networks_new_weights_is_warned_about_once(way: str) -> None:
     (text,) = fit_networks(way)
     assert text.startswith("An optimizer stepped, and then another one's loss")
     assert "Give `more=True` to the first one's last `accumulate`" in text
+    assert "`accumulate_split` and `accumulate_cached` step at once: call them last" in text
 
 
-@pytest.mark.parametrize(("way", "factor"), [("more", 3), ("apart", 3), ("made before", 3), ("through", 1)])
+@pytest.mark.parametrize(
+    ("way", "factor"), [("more", 3), ("apart", 3), ("made before", 3), ("through", 1), ("split behind", 3)]
+)
 def test_b147_the_right_order_networks_apart_and_windows_of_one_are_not(way: str, factor: int) -> None:
     assert fit_networks(way, factor) == []
 

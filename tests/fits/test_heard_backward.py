@@ -398,12 +398,12 @@ def test_an_epoch_whose_last_places_the_loader_leaves_empty_steps_its_schedulers
 
     class Rates(L.Callback):
         def __init__(self) -> None:
-            self.at_ends: list[float] = []
+            self.at_steps: list[float] = []
 
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            self.at_ends.append(trainer.optimizers[0].param_groups[0]["lr"])
+        def on_before_optimizer_step(self, trainer: Any, *args: Any) -> None:
+            self.at_steps.append(trainer.optimizers[0].param_groups[0]["lr"])
 
-    rates, data = Rates(), [*DATA[:6], *[None] * empty]  # the second window holds two, and ends with the epoch
-    callbacks = [AccumulationScheduler(4), rates]
-    make_trainer(callbacks=callbacks, max_epochs=1).fit(Scheduled(), as_given(data))
-    assert rates.at_ends == [1.0] * (len(data) - 1) + [0.1]
+    rates, data, module = Rates(), [*DATA[:6], *[None] * empty], Scheduled()  # the second window holds two
+    make_trainer(callbacks=[AccumulationScheduler(4), rates], max_epochs=2).fit(module, as_given(data))
+    assert rates.at_steps == pytest.approx([1.0, 1.0, 0.1, 0.1])
+    assert module.optimizers().param_groups[0]["lr"] == pytest.approx(0.01)

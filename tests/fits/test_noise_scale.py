@@ -475,6 +475,38 @@ def test_each_optimizer_has_an_estimate_of_its_own() -> None:
     assert rows.of(f"{SIGNAL}-1") == [(0, pytest.approx(signal))]
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_one_loss_for_several_optimizers_is_measured_for_each(scaled: bool) -> None:
+    class Joint(Two):
+        """Their windows have unlike scales when the list comes: those of unlike weights before."""
+
+        def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+            optimizers, size = self.optimizers(), len(batch[0])
+            losses = [item_losses(net, batch).mean() for net in (self.net, self.other)]
+            if batch_idx < 2:
+                for loss, optimizer, times in zip(losses, optimizers, (1, 7), strict=True):
+                    self.accumulate(loss, weight=times * size, optimizer=optimizer)
+            else:
+                self.accumulate(sum(losses), weight=size, optimizer=optimizers)
+
+    batches, rows = make_batches([3, 5, 1, 4, 2, 6]), Rows()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler=scaler)] if scaled else []
+    monitor = NoiseScaleMonitor(1, 0.5)
+    module = Joint()
+    make_trainer(logger=rows, accumulate_grad_batches=2, callbacks=[monitor], plugins=plugins).fit(
+        module, as_given(batches)
+    )
+    for suffix, seed in (("", 0), ("-1", 1)):
+        pairs = [
+            estimates(separate(make_net(seed), batches[i : i + 2]), [len(x) * times for x, _ in batches[i : i + 2]])
+            for i, times in ((0, 7 if seed else 1), (2, 1), (4, 1))
+        ]
+        noises, signals = expected(pairs, 0.5)
+        assert [value for _, value in rows.of(f"{NOISE}{suffix}")] == pytest.approx(noises)
+        assert [value for _, value in rows.of(f"{SIGNAL}{suffix}")] == pytest.approx(signals)
+
+
 def test_two_losses_of_one_micro_batch_are_not_measured_and_one_warning_says_so() -> None:
     rows = Rows()
     trainer = make_trainer(logger=rows, accumulate_grad_batches=2, callbacks=[NoiseScaleMonitor(1, 0.5)])

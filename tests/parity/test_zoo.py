@@ -5,17 +5,21 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
+from helpers import as_given, make_trainer
 from parity.ways import missing
+from slip_warnings import WARNINGS, text_of
 from torch import Tensor, nn
 
-from lightning_accum import EquivalenceReport, check_equivalence
+from lightning_accum import AccumulationMixin, EquivalenceReport, check_equivalence
 
 if reason := missing("Trainer"):
     pytest.skip(reason, allow_module_level=True)
@@ -302,3 +306,37 @@ def test_a_loss_that_uses_the_model_itself_leaves_no_hook() -> None:
         fresh = segformer()
         fresh.load_state_dict(model.state_dict())
         assert torch.equal(logits, fresh(**batch).logits)
+
+
+class Fitted(AccumulationMixin, L.LightningModule):
+    """An animal of the zoo in a fit, as its user would write it."""
+
+    def __init__(self, animal: Animal) -> None:
+        super().__init__()
+        self.model, self.loss_fn = animal.make(), animal.loss_fn
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        result = self.loss_fn(self.model, batch)
+        loss, weight = result if isinstance(result, tuple) else (result, None)
+        self.accumulate(loss, weight=weight)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_fit_of_it_gets_no_warning_about_a_slip(name: str) -> None:
+    if importlib.util.find_spec(NEEDS.get(name, "torch")) is None:
+        pytest.skip(f"{name} needs {NEEDS[name]}")
+    torch.manual_seed(0)
+    animal = ZOO[name]
+    module = Fitted(animal)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(accumulate_grad_batches=2, gradient_clip_val=1.0)
+        trainer.fit(module, as_given([animal.batch() for _ in range(4)]))
+    told = [str(warning.message) for warning in caught]
+    assert [text for text in told if any(text.startswith(text_of(slip)[:30]) for slip in WARNINGS)] == []
+    assert module.effective_step == 2

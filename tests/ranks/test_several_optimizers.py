@@ -11,6 +11,7 @@ from helpers import as_given, make_trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.multiprocessing import ProcessRaisedException
 from torch.utils.checkpoint import checkpoint
 
 from lightning_accum import AccumulationMixin
@@ -125,6 +126,64 @@ def test_a1_a13_a18_b110_each_window_is_its_own_on_every_rank(
     groups: str, nothing: set[tuple[int, int]], joint: bool, ddp: dict[str, Any]
 ) -> None:
     assert_right(fit(Ranked(groups, nothing, joint), ddp), by_hand(groups, nothing, joint))
+
+
+class Silent(Ranked):
+    """A rank without losses says so in its own way."""
+
+    way = "no call"
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        if (self.global_rank, batch_idx) in self.nothing:
+            for chosen in {"each": [0, 1], "turned": [1, 0], "first": [0], "second": [1]}.get(self.way, []):
+                self.accumulate(None, optimizer=optimizers[chosen])
+            if self.way == "list":
+                self.accumulate(None, optimizer=[*reversed(optimizers)])
+        elif self.joint:
+            self.accumulate(self.net.losses(batch)[0], weight=len(batch), optimizer=optimizers)
+        elif self.way == "split":
+            self.accumulate(self.net.losses(batch)[0], weight=len(batch), optimizer=optimizers[0], more=True)
+            self.accumulate_split(batch, lambda x: self.net.losses(x)[1], micro_batch_size=2, optimizer=optimizers[1])
+        else:
+            super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("way", "joint"),
+    [
+        *((way, True) for way in ("no call", "each", "first", "second", "list")),
+        *((way, False) for way in ("no call", "turned", "first", "second", "list")),
+    ],
+)
+@pytest.mark.parametrize("nothing", [{(1, 1)}, {(0, 2), (0, 3), (1, 1)}], ids=["last", "last, and a whole window"])
+def test_a13_a_rank_without_losses_need_not_say_whose_in_the_order_of_the_others(
+    way: str, joint: bool, nothing: set[tuple[int, int]]
+) -> None:
+    module = Silent("ea b", nothing, joint)
+    module.way = way
+    assert_right(fit(module, {} if joint else UNUSED), by_hand("ea b", nothing, joint))
+
+
+@pytest.mark.parametrize("groups", ["ea b", "ea eb"])
+def test_a13_also_beside_a_split_batch_and_a_shared_parameter(groups: str) -> None:
+    module = Silent(groups, {(0, 1)}, False)
+    module.way = "split" if groups == "ea b" else "no call"
+    assert_right(fit(module, UNUSED), by_hand(groups, {(0, 1)}, False))
+
+
+def test_a13_ranks_that_hand_over_losses_in_other_orders_are_an_error() -> None:
+    class Turned(Ranked):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            order = [0, 1] if self.global_rank else [1, 0]
+            for chosen in order:
+                loss = self.net.losses(batch)[chosen]
+                self.accumulate(loss, weight=len(batch), optimizer=self.optimizers()[chosen])
+
+    with pytest.raises(
+        ProcessRaisedException, match=r"whose accumulation window ends next: that of the optimizers \[0\]"
+    ):
+        fit(Turned("ea b", set()), UNUSED)
 
 
 def test_b99_reentrant_checkpoints_on_ranks() -> None:

@@ -138,3 +138,25 @@ def test_a_missing_backward_of_one_rank_ends_the_program_of_all(ranks: list[Seen
 def test_the_noise_scale_is_refused(ranks: list[Seen]) -> None:
     for rank in ranks:
         assert "sharded parameters: no rank sees a micro-batch's whole gradient" in rank["noise scale"]
+
+
+def test_losses_of_several_optimizers_through_their_own_networks_are_right_and_one_warning_says_which_are_not(
+    ranks: list[Seen],
+) -> None:
+    net = make_net()
+    optimizers = [torch.optim.SGD(net[i].parameters(), lr=0.1) for i in (0, 2)]
+    batches = [[x for x, _ in make_batches(sizes, seed=rank)] for rank, sizes in enumerate(SIZES)]
+    for window in (slice(0, 4), slice(4, 6)):
+        x = torch.cat([x for of_rank in batches for x in of_rank[window]])
+        hidden = net[0](x)
+        (hidden.square().mean() + net[2](torch.tanh(hidden.detach())).square().mean()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for rank in ranks:
+        torch.testing.assert_close(
+            rank["two optimizers"], torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+        )
+    (text,) = ranks[0]["warnings"]
+    assert text.startswith("Several optimizers with sharded parameters: a loss that runs through another")
+    assert "with `toggle_model` too" in text

@@ -5,6 +5,7 @@ Modules and callbacks here are plain Lightning, so that nothing but Lightning is
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import yaml
 from helpers import ManualToy, Toy, Unsized, as_given, make_trainer, ones
 from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from lightning.pytorch.loggers import Logger
@@ -28,7 +30,7 @@ from torch.utils.data import DataLoader
 
 from lightning_accum.gradients.precision import unscaled
 from lightning_accum.seams import hooks, logs, loop
-from lightning_accum.seams.window_length import WindowLength
+from lightning_accum.seams.window_length import NotReached, WindowLength
 
 
 class Rows(Logger):
@@ -889,3 +891,40 @@ def test_on_before_backward_is_given_the_scaled_loss(scale: float | None) -> Non
     plugins = [] if scale is None else [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", scale))]
     make_trainer(callbacks=[Looks()], plugins=plugins).fit(Three(), ones(1))
     assert given == [(3.0 * (scale or 1), 3.0)]
+
+
+def test_where_max_steps_are_reached_a_resumed_fit_calls_no_hook_but_asks_behind_setup_data(tmp_path: Path) -> None:
+    calls: list[str] = []
+    trainer = make_trainer(max_steps=2, max_epochs=-1, accumulate_grad_batches=2)
+    save = At(on_train_batch_end=lambda trainer, _: trainer.save_checkpoint(tmp_path / "last.ckpt"))
+    make_trainer(max_steps=2, max_epochs=-1, accumulate_grad_batches=2, callbacks=[save]).fit(Toy(), ones(4))
+    set_up = trainer.fit_loop.setup_data
+    trainer.fit_loop.setup_data = lambda: (calls.append("set up"), set_up())[1]
+    trainer.callbacks.append(At(on_train_start=lambda *_: calls.append("start")))
+    trainer.fit(Toy(), ones(4), ckpt_path=tmp_path / "last.ckpt")
+    assert calls == ["set up"]
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(Toy(), ones(4), ckpt_path=tmp_path / "last.ckpt")
+    assert calls[1:4] == ["set up", "start", "set up"]
+
+
+def test_max_steps_that_are_not_reached_are_the_same_int() -> None:
+    steps = NotReached(3)
+    assert [count >= steps for count in (3, 9)] == [False, False]
+    assert steps == 3
+    assert type(pickle.loads(pickle.dumps(steps))) is int
+    assert yaml.safe_dump({"steps": steps}) == "steps: 3\n"
+
+
+def test_a_micro_batch_that_a_hook_leaves_is_never_completed() -> None:
+    def left(trainer: L.Trainer, *_: Any) -> None:
+        progress = trainer.fit_loop.epoch_loop.batch_progress.total
+        counts.append((progress.ready, progress.started, progress.processed, progress.completed))
+
+    class Leaves(Toy):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 1 else None
+
+    counts: list[tuple[int, ...]] = []
+    make_trainer(max_epochs=2, callbacks=[At(on_train_epoch_end=left)]).fit(Leaves(), ones(3))
+    assert counts == [(2, 1, 2, 1), (4, 2, 4, 2)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -127,10 +128,35 @@ class Sharded(AccumulationMixin, LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class TwoOptimizers(Sharded):
+    """Two losses, each for a network and an optimizer of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        hidden = self.net[0](batch[0])
+        losses = hidden.square().mean(), self.net[2](torch.tanh(hidden.detach())).square().mean()
+        for loss, optimizer in zip(losses, self.optimizers(), strict=True):
+            self.accumulate(loss, weight=len(batch[0]), optimizer=optimizer)
+
+    def on_effective_step_end(self, step: EffectiveStep) -> None:
+        """Between the two steps a network is still gathered."""
+
+    def on_train_end(self) -> None:
+        self.weights = [self.whole()]
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 2)]
+
+
 def fit(
-    fsdp1: bool, sync_each: bool = False, without: str = "", dtype: Any = None, callbacks: Any = (), **flags: Any
+    fsdp1: bool,
+    sync_each: bool = False,
+    without: str = "",
+    dtype: Any = None,
+    callbacks: Any = (),
+    kind: type[Sharded] = Sharded,
+    **flags: Any,
 ) -> Sharded:
-    module = Sharded(without, dtype or torch.float64, fsdp1)
+    module = kind(without, dtype or torch.float64, fsdp1)
     if fsdp1:
         strategy: Any = FSDPStrategy(auto_wrap_policy={nn.Linear}, use_orig_params=True)
     else:
@@ -174,6 +200,10 @@ def main(out: Path, fsdp1: bool) -> None:
         fit(fsdp1, callbacks=[NoiseScaleMonitor()])
     except MisconfigurationException as error:
         seen["noise scale"] = str(error)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen["two optimizers"] = fit(fsdp1, kind=TwoOptimizers, without="profiler").weights[-1]
+    seen["warnings"] = [text for text in map(str, (warning.message for warning in caught)) if "sharded" in text]
     for without in ("inside", "at the end", "split unequally", "split by auto"):
         try:
             fit(fsdp1, without=without)

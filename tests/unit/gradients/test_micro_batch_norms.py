@@ -17,7 +17,7 @@ def measured(norms: MicroBatchNorms, optimizer: torch.optim.Optimizer, *losses: 
         norms.sum_parts()
     for loss in losses:
         (4 * loss).backward()
-    norms.end()
+    norms.end(optimizer)
     return float(norms.measured[optimizer].weighted) / 2
 
 
@@ -61,7 +61,7 @@ def test_no_hook_is_left_and_a_try_is_undone(linear: nn.Linear) -> None:
     put_back = norms.remember()
     norms.begin(optimizer, 1.0, 1.0)
     linear(X[1]).sum().backward()
-    norms.end()
+    norms.end(optimizer)
     assert norms.measured[optimizer].micro_batches == 2
     put_back()
     assert norms.measured[optimizer].micro_batches == 1
