@@ -68,7 +68,7 @@ class AccumulationMonitor(PicturedCallback):
         super().__init__(plot)
         self.prog_bar = prog_bar
         self._samples, self._epoch = 0, Epoch(0)  # the latter in the present epoch, whose loader does not change
-        self._place: list[int] | None = None  # epoch and index of the last micro-batch in `_samples`
+        self._place = [0, -1]  # epoch and index of the last micro-batch in `_samples`
         self._last_index = -1
         self._lrs: dict[int, float | Tensor] = {}  # the window that the first optimizer stepped in last: its rate
         self._epoch_losses: dict[int, EpochLoss] = {}  # by the optimizer's position
@@ -77,7 +77,7 @@ class AccumulationMonitor(PicturedCallback):
     def _begin_fit(self, trainer: Trainer) -> None:
         super()._begin_fit(trainer)
         if trainer.global_step == 0:
-            self._samples, self._place = 0, None
+            self._samples, self._place = 0, [0, -1]
         self._epoch_losses = {}
 
     @override
@@ -96,7 +96,7 @@ class AccumulationMonitor(PicturedCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # Not in `on_effective_step_end`: a checkpoint may be saved earlier, and a window of weight 0 is not reported.
         place = [trainer.current_epoch, batch_idx]
-        if self._place is not None and self._place[0] != place[0]:
+        if self._place[0] != place[0]:
             self._epoch_losses = {}  # not where an epoch starts: a fit that resumes at one's end skips that hook
         if place != self._place:  # a fit that resumes after an error may repeat its last micro-batch
             self._samples += self._epoch.between(batch_idx, batch_idx + 1) or 0
@@ -164,7 +164,7 @@ class AccumulationMonitor(PicturedCallback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._samples, self._place = state_dict["samples"], state_dict.get("place")
+        self._samples, self._place = state_dict["samples"], state_dict.get("place") or [0, -1]
         losses = state_dict.get("epoch_losses", {})
         self._epoch_losses = {index: EpochLoss.from_sums(sums) for index, sums in losses.items()}
 

@@ -12,7 +12,6 @@ from lightning_accum.callbacks.noise_estimate import Figures, NoiseEstimate, Win
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.distributed import all_reduce_sum, is_sharded
 from lightning_accum.gradients.micro_batch_norms import Measured, MicroBatchNorms
-from lightning_accum.gradients.precision import active_scaler
 from lightning_accum.gradients.window import window_gradients
 from lightning_accum.schedule import resolve
 from lightning_accum.schedule.epoch import samples
@@ -89,7 +88,7 @@ class NoiseScaleMonitor(AccumulationCallback):
         self._not_logged: set[int] = set()  # optimizers with a measured window since they were last logged
         self._reported: dict[int, int] = {}  # index of each optimizer's last window in this fit
         self._warned: set[str] = set()
-        self._norms: MicroBatchNorms | None = None  # of the running fit
+        self._norms = MicroBatchNorms()  # each fit brings its own
 
     @property
     def noise_scale(self) -> float | None:
@@ -123,21 +122,17 @@ class NoiseScaleMonitor(AccumulationCallback):
         """Measure the optimizer's next window, if one is due, after that of index ``closed``."""
         before = self._reported.get(optimizer_idx, closed - 1)  # optimizers may skip windows
         optimizer = trainer.optimizers[optimizer_idx]
-        assert self._norms is not None
         if (closed + 2) // self.every_n_steps > (before + 2) // self.every_n_steps:
-            self._norms.begin_window(optimizer, active_scaler(trainer))
+            self._norms.begin_window(optimizer)
         else:
             self._norms.end_window(optimizer)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._norms is not None:
-            self._norms.complete(optimizer)
+        self._norms.complete(optimizer)
 
     def on_effective_step_end(self, trainer: Trainer, pl_module: LightningModule, step: EffectiveStep) -> None:
         """Add the window to the averages if it was measured, and decide about the next one."""
-        if self._norms is None:
-            return
         i = step.optimizer_idx
         measured = self._norms.measured.get(trainer.optimizers[i])
         if measured is not None and measured.total is not None and not step.skipped:
@@ -198,9 +193,7 @@ class NoiseScaleMonitor(AccumulationCallback):
 
     @override
     def _end_fit(self, trainer: Trainer) -> None:
-        if self._norms is not None:
-            self._norms.release()
-            self._norms = None
+        self._norms.release()
 
     # Checkpoints
 

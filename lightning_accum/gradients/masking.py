@@ -24,6 +24,9 @@ class _Backward(NamedTuple):
     keeps_finite: bool
 
 
+_UNMASKED = _Backward(counts=True, keeps_finite=False)
+
+
 class WeightMask:
     """Keeps the gradient of a micro-batch of weight 0 out of the sum, where it is NaN: the mean over no items.
 
@@ -32,7 +35,7 @@ class WeightMask:
     """
 
     def __init__(self) -> None:
-        self.running: _Backward | None = None
+        self.running = _UNMASKED  # or the next one
         self._zeros: dict[torch.dtype, Tensor] = {}  # on the CPU: `where` with the number 0 makes one each time
         self._handles: dict[Tensor, RemovableHandle] = {}
 
@@ -43,8 +46,13 @@ class WeightMask:
             if parameter.requires_grad and parameter not in self._handles:
                 self._handles[parameter] = parameter.register_hook(self._mask)  # type: ignore[no-untyped-call]
 
+    def lift(self) -> None:
+        """Let the next backward add what it computes."""
+        self.running = _UNMASKED
+
     def _mask(self, gradient: Tensor) -> Tensor | None:
-        if (running := self.running) is None or running.counts is True or type(gradient) is not Tensor:
+        running = self.running
+        if running.counts is True or type(gradient) is not Tensor:
             return None  # a DTensor takes no mask
         if not gradient.is_sparse:
             return self._masked(running, gradient)

@@ -9,12 +9,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_accum.gradients.buffers import Weight, parameters, weighs_nothing
-from lightning_accum.gradients.precision import device_scale
 
 Obstacle = Literal["several losses", "several backwards", "one micro-batch"]
 
@@ -89,12 +87,11 @@ class MicroBatchNorms:
     def __init__(self) -> None:
         self.measured: dict[Optimizer, Measured] = {}
         self._handles: dict[Optimizer, dict[Tensor, RemovableHandle]] = {}
-        self._scaler: GradScaler | None = None
         self._running: dict[Optimizer, _Backward] = {}  # one backward may contribute to several windows
 
-    def begin_window(self, optimizer: Optimizer, scaler: GradScaler | None = None) -> None:
-        """Measure the optimizer's window from here on; under a GradScaler gradients carry its scale."""
-        self.measured[optimizer], self._scaler = Measured(), scaler
+    def begin_window(self, optimizer: Optimizer) -> None:
+        """Measure the optimizer's window from here on."""
+        self.measured[optimizer] = Measured()
 
     def end_window(self, optimizer: Optimizer) -> None:
         """Measure no more."""
@@ -149,8 +146,8 @@ class MicroBatchNorms:
         running.is_repeated |= parameter in running.norms
         running.norms[parameter] = norm_of(gradient)  # the gradient itself is not kept: autograd could not reuse it
 
-    def end(self, optimizer: Optimizer) -> None:
-        """Add the contribution whose backward is through."""
+    def end(self, optimizer: Optimizer, loss_scale: Weight = 1.0) -> None:
+        """Add the contribution whose backward is through; a GradScaler has multiplied its loss by ``loss_scale``."""
         running = self._running.pop(optimizer, None)
         if running is None:
             return
@@ -162,7 +159,7 @@ class MicroBatchNorms:
             return
         norms = running.norms.values() if running.parts is None else map(norm_of, running.parts.values())
         squared = sum_of_squares(norms)
-        for scale in (running.scale, device_scale(self._scaler)):
+        for scale in (running.scale, loss_scale):
             squared = squared / _beside(squared, scale) ** 2
         weight = _beside(squared, weight)
         if isinstance(weight, Tensor):  # the mean over no items is NaN

@@ -149,7 +149,7 @@ class WindowGradients:
         if isinstance(weight, Tensor) or weight == 0:
             self.weight_mask.cover(parameters(optimizer), weight, gathers)
         else:
-            self.weight_mask.running = None
+            self.weight_mask.lift()
 
     def measure(self, optimizer: Optimizer, weight: Weight, scale: Weight, batch: int, *, opens_batch: bool) -> None:
         """Take the norm of the next backward's own gradient, if somebody asks for this window's.
@@ -165,11 +165,11 @@ class WindowGradients:
             self.norms.note_batch(optimizer, batch, opens_batch=opens_batch)
             self.norms.begin(optimizer, weight, scale)
 
-    def unmask(self, optimizer: Optimizer | None = None) -> None:
-        """The backward is through, that of a contribution to this optimizer's window."""
-        self.weight_mask.running = None
+    def unmask(self, optimizer: Optimizer | None = None, loss_scale: Weight = 1.0) -> None:
+        """The backward is through, that of a contribution to this optimizer's window, under this GradScaler's scale."""
+        self.weight_mask.lift()
         if optimizer in self.norms.measured:
-            self.norms.end(optimizer)
+            self.norms.end(optimizer, loss_scale)
 
     def scale(self, optimizer: Optimizer, factor: Weight) -> None:
         """Multiply what the open window has summed."""

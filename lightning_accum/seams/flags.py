@@ -13,17 +13,20 @@ if TYPE_CHECKING:
 _FACTOR, _CLIP, _LOG_EVERY = "accumulate_grad_batches", "gradient_clip_val", "log_every_n_steps"
 
 
+_NONE = WindowLength(1)  # is on no Trainer
+
+
 class TrainerFlags:
     """What was borrowed from a Trainer. Afterwards the Trainer has its own values again, whatever happened between."""
 
     def __init__(self) -> None:
         self._own: dict[str, Any] = {}  # the Trainer's values of the flags that hold ours now
-        self.written: WindowLength | None = None
+        self.written = _NONE
 
     @property
     def are_hidden(self) -> bool:
         """Whether the flags were taken and are not back yet."""
-        return _FACTOR in self._own and self.written is None
+        return _CLIP in self._own
 
     def hide(self, trainer: Trainer) -> None:
         """Take the two flags that Lightning's validator refuses in manual optimization, while it looks.
@@ -52,12 +55,13 @@ class TrainerFlags:
 
     def write_closed(self, trainer: Trainer, at: int | None) -> None:
         """Note in the Trainer's window that it was counted, if it is ours."""
-        if self.written is not None and self.in_charge(trainer):
+        if self.in_charge(trainer):
             self.write(trainer, self.written.closed(at))
 
     def write_begun_epoch(self, trainer: Trainer) -> None:
         """Show a window that is not counted: the loader may begin an epoch with None, at which no window opens."""
-        if (last := self.written) is not None and self.in_charge(trainer):
+        if self.in_charge(trainer):
+            last = self.written
             fresh = WindowLength(int(last), 0, last.index, factor=last.factor, ends_with_epoch=last.ends_with_epoch)
             self.write(trainer, fresh)
 
@@ -111,7 +115,7 @@ class TrainerFlags:
         for name, value in self._own.items():
             setattr(trainer, name, value)
         hooks.unshadow_all(trainer.strategy, "save_checkpoint")
-        self._own, self.written = {}, None
+        self._own, self.written = {}, _NONE
 
 
 def _is_inside_batch(trainer: Trainer) -> bool:

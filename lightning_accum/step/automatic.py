@@ -45,7 +45,6 @@ class AutomaticDoor(Door):
         engine.progress.sees_all_weights = engine.ranks.size == 1 or engine.options.weight_fn is None
         self._sums_losses, self._evaluations = False, EvaluationGuard()
         self._weight: Weight = 1.0
-        self._grad_norm: Tensor | None = None
         self._skips: list[Callable[[], bool]] = []  # each tells whether the step under way was skipped
         self._reported = 0  # the micro-batch whose window's report is being told of, as `Engine.batch` counts
 
@@ -127,8 +126,7 @@ class AutomaticDoor(Door):
             return
         self._engine.optimizers = self._trainer.optimizers
         self._skips.clear()
-        self._grad_norm = None
-        self._leave_out_clip_without_gradients()
+        self._leave_out_clip_without_gradients(window)
         scaler = precision.active_scaler(self._trainer) if window.micro_batches else None
         if scaler is not None:
             self._skips.append(precision.ScaledStep(scaler, optimizer).finish)
@@ -139,7 +137,7 @@ class AutomaticDoor(Door):
         is_weighted = self._engine.options.weight_fn is not None
         self._engine.begin_step(window, ranks.window_totals if is_weighted else ranks.equal_totals)
 
-    def _leave_out_clip_without_gradients(self) -> None:
+    def _leave_out_clip_without_gradients(self, window: Accumulator) -> None:
         """Leave out the clip if a hook before the step has taken the gradients away: torch's, by value, needs some."""
         own_clip: hooks.Hook = self._module.configure_gradient_clipping
 
@@ -148,7 +146,7 @@ class AutomaticDoor(Door):
                 self._skips.append(lambda: True)
                 return
             if self._sums_losses:  # by now unscaled, also that of a fused optimizer
-                self._grad_norm = gradient_norm(self._trainer, self._trainer.precision_plugin.main_params(optimizer))
+                window.grad_norm = gradient_norm(self._trainer, self._trainer.precision_plugin.main_params(optimizer))
             own_clip(optimizer, **kwargs)
 
         hooks.shadow_once(self._module, "configure_gradient_clipping", own_clip_of_any)
@@ -165,7 +163,7 @@ class AutomaticDoor(Door):
             return
         self._end_step(window)
         reports = self._sums_losses and window.totals.weight
-        step = self._engine.report(window, self._grad_norm) if reports else None
+        step = self._engine.report(window) if reports else None
         self._engine.close(at=loop.ready_batches(self._trainer))
         if step is not None:
             self._reported = self._engine.batch

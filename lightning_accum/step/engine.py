@@ -18,7 +18,7 @@ from lightning_accum.checks.arguments import as_weight, check_total_weight, refu
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight, witness
 from lightning_accum.gradients.distributed import Ranks
-from lightning_accum.gradients.precision import LOW_PRECISION, real_divisor
+from lightning_accum.gradients.precision import LOW_PRECISION, active_scaler, device_scale, real_divisor
 from lightning_accum.gradients.window import WindowGradients
 from lightning_accum.schedule.factors import Schedule
 from lightning_accum.seams import hooks, loop
@@ -92,7 +92,7 @@ class Engine:
         if window.witness is not None and window.witness.grad is None:
             refuse_lost_gradients(window.witness, optimizer)
         weight = contribution.weight
-        if isinstance(weight, Tensor) or weight == 0 or gradients.weight_mask.running is not None:
+        if isinstance(weight, Tensor) or weight == 0 or gradients.weight_mask.running.counts is not True:
             gradients.mask(optimizer, weight, gathers=self.ranks.size > 1)
         scale = window.begin_backward(contribution, length, divided_by)
         if gradients.norms.measured:
@@ -116,8 +116,8 @@ class Engine:
     def end_backward(self, window: Accumulator, *, synced: bool) -> None:
         """Count the announced contribution; its gradient is in ``.grad``."""
         optimizer = self.optimizers[window.index]
-        if self.gradients.weight_mask.running is not None or self.gradients.norms.measured:
-            self.gradients.unmask(optimizer)
+        if self.gradients.weight_mask.running.counts is not True or self.gradients.norms.measured:
+            self.gradients.unmask(optimizer, device_scale(active_scaler(self.trainer)))
         left = window.witness
         if left is None or left.grad is None:
             left = witness(optimizer)
@@ -146,14 +146,14 @@ class Engine:
         """Note whether the present micro-batch has announced more contributions than it has made."""
         self.progress.awaited_batch = self.batch if more else 0
 
-    def report(self, window: Accumulator, grad_norm: Tensor | None = None, *, late: bool = False) -> EffectiveStep:
+    def report(self, window: Accumulator, *, late: bool = False) -> EffectiveStep:
         """Return what the window reports after its step; ``late``: if its last effective step was counted before."""
         return EffectiveStep(
             index=self.progress.effective_step - late,
             loss=window.mean_loss,
             weight=window.totals.weight,
             micro_batches=window.micro_batches,
-            grad_norm=grad_norm,
+            grad_norm=window.grad_norm,
             skipped=not window.has_moved,
             optimizer_idx=window.index,
         )

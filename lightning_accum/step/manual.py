@@ -185,7 +185,7 @@ class ManualStep(Calls):
         if not self.engine.begin_step(window, self.ranks.window_totals):
             return None
         # 3. Unscale, the hooks before the step, the clip, the update; 4. windows open for other optimizers.
-        moved = self.optimizer_step.take(optimizer, in_training_step=self.micro_batch is not None)
+        moved = self.optimizer_step.take(window, optimizer, in_training_step=self.micro_batch is not None)
         # 5. Counters come before the LR schedulers, which advance with the steps really taken.
         self.optimizer_step.before_zero_grad(optimizer.optimizer)
         self._clean.zero(window.index, optimizer.optimizer)
@@ -197,7 +197,7 @@ class ManualStep(Calls):
         if moved and self.trainer.lr_scheduler_configs:
             steps = window.history.steps
             self.lr_schedulers.after_optimizer_step(self.trainer, self.module, optimizer.optimizer, steps)
-        step = self.engine.report(window, self.optimizer_step.grad_norm, late=late)
+        step = self.engine.report(window, late=late)
         effective_step.notify(self.trainer, self.module, step)
         return step
 

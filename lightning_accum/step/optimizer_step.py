@@ -20,7 +20,7 @@ from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS
 from lightning_accum.step.engine import Engine
 from lightning_accum.step.guards import EvaluationGuard
 from lightning_accum.step.slips import GradientWatch
-from lightning_accum.window.state import Phase
+from lightning_accum.window.state import Accumulator, Phase
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -39,26 +39,25 @@ class OptimizerStep:
     def __init__(self, engine: Engine, module: LightningModule, watch: GradientWatch) -> None:
         self._engine, self._module, self._trainer, self._watch = engine, module, engine.trainer, watch
         self._clips_by_hand = 0
-        self.grad_norm: Tensor | None = None  # of the last step; None if it had no gradient
 
-    def take(self, optimizer: LightningOptimizer, *, in_training_step: bool) -> bool:
+    def take(self, window: Accumulator, optimizer: LightningOptimizer, *, in_training_step: bool) -> bool:
         """Step through Lightning's wrapper: unscale, the hooks before the step, the module's own, the clip, the update.
 
         Args:
+            window: whose step it is; takes the norm of its gradient.
             optimizer: Lightning's wrapper.
             in_training_step: whether Lightning counts the step; outside of ``training_step`` it does not by itself.
 
         Returns:
             Whether the weights have moved: a GradScaler may skip the update, a hook may take the gradients away.
         """
-        self.grad_norm = None
         scaler, autocast = active_scaler(self._trainer), without_autocast(self._module.device)
         clipped: list[Optimizer] = []
         scaled_step = None if scaler is None else ScaledStep(scaler, optimizer.optimizer)
         counted = nullcontext() if in_training_step else loop.counted(self._trainer, optimizer)
         guard = EvaluationGuard()
         guard.begin(optimizer.optimizer)
-        hooks.shadow(self._module, "on_before_optimizer_step", self._own_hook_then_clip(guard, clipped))
+        hooks.shadow(self._module, "on_before_optimizer_step", self._own_hook_then_clip(window, guard, clipped))
         try:
             with autocast, counted:
                 optimizer.step()
@@ -69,7 +68,7 @@ class OptimizerStep:
         self._follow_scale(scaled_step.ratio)
         return not scaled_step.finish() and bool(clipped)
 
-    def _own_hook_then_clip(self, guard: EvaluationGuard, clipped: list[Optimizer]) -> hooks.Hook:
+    def _own_hook_then_clip(self, window: Accumulator, guard: EvaluationGuard, clipped: list[Optimizer]) -> hooks.Hook:
         """Let the clip run after the module's own ``on_before_optimizer_step``, as in automatic optimization.
 
         So the hook sees the unclipped gradient, and needs no ``super()`` call.
@@ -87,7 +86,7 @@ class OptimizerStep:
                 return
             clipped.append(optimizer)
             if not self._clip_tells_norm:
-                self.grad_norm = gradient_norm(trainer, trainer.precision_plugin.main_params(optimizer))
+                window.grad_norm = gradient_norm(trainer, trainer.precision_plugin.main_params(optimizer))
             module.configure_gradient_clipping(
                 optimizer,
                 gradient_clip_val=trainer.gradient_clip_val,
@@ -118,24 +117,23 @@ class OptimizerStep:
                 callback.on_before_zero_grad(self._trainer, self._module, optimizer)
         self._module.on_before_zero_grad(optimizer)
 
-    def _warn_of_clip_by_hand(self, optimizer: Optimizer) -> None:
+    def _stepping(self, optimizer: Optimizer) -> Accumulator | None:
+        """The window whose step is under way with this optimizer; without one, a clip is made by hand."""
         unwrapped = optimizer.optimizer if isinstance(optimizer, LIGHTNING_OPTIMIZERS) else optimizer
-        is_ours = False
         windows = self._engine.progress.window.accumulators
         for i, candidate in enumerate(self._engine.optimizers):
             if candidate is unwrapped:
                 if i in windows and windows[i].phase is Phase.STEPPING:
-                    return
-                is_ours = True
-        if is_ours:
-            self._watch.forget()  # one warning is enough
-            if not self._clips_by_hand:
-                warn_of_clip_by_hand()
-            self._clips_by_hand += 1
+                    return windows[i]
+                self._watch.forget()  # one warning is enough
+                if not self._clips_by_hand:
+                    warn_of_clip_by_hand()
+                self._clips_by_hand += 1
+        return None
 
     def clip(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
         """Clip as Lightning does, fused optimizers too; by norm, the norm is kept for `EffectiveStep.grad_norm`."""
-        self._warn_of_clip_by_hand(optimizer)
+        window = self._stepping(optimizer)
         own_value, own_algorithm = self._trainer.gradient_clip_val, self._trainer.gradient_clip_algorithm
         if value is not own_value or algorithm is not own_algorithm:
             check_clip(self._trainer, value, algorithm)
@@ -146,6 +144,8 @@ class OptimizerStep:
         # Each once: torch would count and clip one that is in the optimizer twice two times.
         parameters = list(dict.fromkeys(self._trainer.precision_plugin.main_params(optimizer)))
         if algorithm == "norm":
-            self.grad_norm = clip_by_norm(self._trainer, parameters, value)
+            norm = clip_by_norm(self._trainer, parameters, value)
+            if window is not None:
+                window.grad_norm = norm
         else:
             torch.nn.utils.clip_grad_value_(parameters, value)

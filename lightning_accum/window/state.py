@@ -55,6 +55,7 @@ class Accumulator:
     __slots__ = (
         "_announced",
         "batches",
+        "grad_norm",
         "has_moved",
         "has_synced",
         "history",
@@ -91,6 +92,7 @@ class Accumulator:
         self.witness: Tensor | None = None  # a parameter that a backward has left a gradient in
         self.has_synced = False  # the last backward was synced over the ranks
         self.has_moved = False  # the step has changed the weights
+        self.grad_norm: Tensor | None = None  # before the clip; None until a step has seen a gradient
         self._announced: Contribution | None = None
 
     def restore(self, sums: Totals, micro_batches: int, length: float, witness: Tensor | None) -> None:
