@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,11 +55,9 @@ class OptimizerStep:
         clipped: list[Optimizer] = []
         scaled_step = None if scaler is None else ScaledStep(scaler, optimizer.optimizer)
         counted = nullcontext() if in_training_step else loop.counted(self._trainer, optimizer)
-        guard = EvaluationGuard()
-        guard.begin(optimizer.optimizer)
-        hooks.shadow(self._module, "on_before_optimizer_step", self._own_hook_then_clip(window, guard, clipped))
+        hooks.shadow(self._module, "on_before_optimizer_step", self._own_hook_then_clip(window, clipped))
         try:
-            with autocast, counted:
+            with autocast, counted, self._evaluated_once(optimizer.optimizer):
                 optimizer.step()
         finally:
             hooks.unshadow(self._module, "on_before_optimizer_step")
@@ -68,19 +66,30 @@ class OptimizerStep:
         self._follow_scale(scaled_step.ratio)
         return not scaled_step.finish() and bool(clipped)
 
-    def _own_hook_then_clip(self, window: Accumulator, guard: EvaluationGuard, clipped: list[Optimizer]) -> hooks.Hook:
+    def _evaluated_once(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Refuse a step that evaluates the loss for moved weights, or twice: its closure has nothing to evaluate."""
+        plugin, guard, evaluated = self._trainer.precision_plugin, EvaluationGuard(), list[Optimizer]()
+        after_closure: hooks.Hook = plugin._after_closure
+        guard.begin(optimizer)
+
+        def check_then_call_hooks(*args: object, **kwargs: object) -> None:
+            guard.check(optimizer)
+            if evaluated:
+                raise evaluates_again(optimizer)
+            evaluated.append(optimizer)
+            after_closure(*args, **kwargs)
+
+        return hooks.shadowed(plugin, "_after_closure", check_then_call_hooks)
+
+    def _own_hook_then_clip(self, window: Accumulator, clipped: list[Optimizer]) -> hooks.Hook:
         """Let the clip run after the module's own ``on_before_optimizer_step``, as in automatic optimization.
 
         So the hook sees the unclipped gradient, and needs no ``super()`` call.
         """
-        module, trainer, evaluated = self._module, self._trainer, list[Optimizer]()
+        module, trainer = self._module, self._trainer
         own_hook = module.on_before_optimizer_step
 
         def own_hook_then_clip(optimizer: Optimizer) -> None:
-            guard.check(optimizer)
-            if evaluated:  # again, which only a loss that is computed anew is good for
-                raise evaluates_again(optimizer)
-            evaluated.append(optimizer)
             own_hook(optimizer)
             if not buffers.any_gradient(optimizer):
                 return
