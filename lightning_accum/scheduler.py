@@ -17,6 +17,7 @@ from lightning_accum.schedule.factors import Interval, PartialWindow
 from lightning_accum.seams import hooks, loop, restart
 from lightning_accum.seams.flags import TrainerFlags
 from lightning_accum.seams.roots import SIGTERM_EXCEPTIONS, Callback
+from lightning_accum.seams.window_length import NotDue
 from lightning_accum.step import resume
 from lightning_accum.step.door import Door
 from lightning_accum.step.doors import choose_door
@@ -131,13 +132,12 @@ class AccumulationScheduler(AssignableSchedule, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._placement.settle(trainer)  # again: BatchSizeFinder has come in between
         loop.forget_data(trainer)
-        schedule, in_float32 = self._placement.schedule, self.gradients.in_float32
-        refusals.refuse_float32_over_ranks(trainer, in_float32)
-        self._door.begin_fit(schedule)
-        advice.warn_of_low_precision(trainer.optimizers, schedule, in_float32)
+        refusals.refuse_float32_over_ranks(trainer, self.gradients.in_float32)
+        self._door.begin_fit(self._placement.schedule)
+        advice.warn_of_low_precision(trainer.optimizers, self._placement.schedule, self.gradients.in_float32)
         self.gradients.start(trainer.optimizers)
         first_step.undo_when_saving(trainer)
-        check_first_backward(trainer, schedule)
+        check_first_backward(trainer, self._placement.schedule)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -162,14 +162,15 @@ class AccumulationScheduler(AssignableSchedule, Callback):
             self._restore(trainer)
         if self._engine.ranks.size > 1:
             refusals.refuse_unequal_ends(trainer)
-        place = loop.place_in_epoch(trainer, batch_idx)
-        if opens := self._placement.begin_batch(trainer, place, extends_overdue=self._door.extends_overdue):
+        if opens := self._placement.begin_batch(trainer, batch_idx, extends_overdue=self._door.extends_overdue):
             self.gradients.start(trainer.optimizers)  # BackboneFinetuning adds parameters between windows
             self._engine.guard_open_window()
-        inside = self.flags.hold_logs(trainer)
-        if opens or not inside:  # the end of a micro-batch matters to us where a window ends, and where an epoch does
-            hooks.pass_over(self, "on_train_batch_end", inside and self._placement.is_inside_epoch(trainer))
-        self._door.begin_batch(batch)
+        closes = loop.closes_window(trainer)
+        if opens or closes or type(trainer.log_every_n_steps) is not NotDue:  # type: ignore[attr-defined]
+            self.flags.hold_logs(trainer, closes)  # a micro-batch's end matters where a window or an epoch ends
+            hooks.pass_over(self, "on_train_batch_end", not closes and self._placement.is_inside_epoch(trainer))
+        if self._door.weighs_batches:
+            self._door.begin_batch(batch)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -232,9 +233,8 @@ class AccumulationScheduler(AssignableSchedule, Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        why_not = None if self.save_gradients else "`save_gradients=False`"
-        if why_not is None and self._has_failed and trainer.world_size > 1:
-            why_not = "one rank may have failed alone"
+        failed = "one rank may have failed alone" if self._has_failed and trainer.world_size > 1 else None
+        why_not = failed if self.save_gradients else "`save_gradients=False`"
         kept = self._door.before_save() | checkpoints.enter_batch(trainer, self.progress, checkpoint)
         kept |= checkpoints.snapshot(trainer, self.progress, self.gradients, why_not)
         sharded.move_shards(trainer, checkpoint, kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_accum.seams import hooks, loop
+from lightning_accum.seams import hooks
 from lightning_accum.seams.window_length import NotDue, NotReached, WindowLength, plain
 
 if TYPE_CHECKING:
@@ -65,19 +65,12 @@ class TrainerFlags:
             fresh = WindowLength(int(last), 0, last.index, factor=last.factor, ends_with_epoch=last.ends_with_epoch)
             self.write(trainer, fresh)
 
-    def hold_logs(self, trainer: Trainer) -> bool:
-        """Let step metrics be due at a window's last micro-batch only; whether the present one is another."""
-        if _LOG_EVERY not in self._own or loop.closes_window(trainer):
+    def hold_logs(self, trainer: Trainer, closes: bool) -> None:
+        """Let step metrics be due at a window's last micro-batch only; ``closes``: whether the present one is that."""
+        if closes:
             self.release_logs(trainer)
-            return False
-        if type(trainer.log_every_n_steps) is not NotDue:  # type: ignore[attr-defined]
+        elif _LOG_EVERY in self._own and type(trainer.log_every_n_steps) is not NotDue:  # type: ignore[attr-defined]
             trainer.log_every_n_steps = NotDue(self._own[_LOG_EVERY])  # type: ignore[attr-defined]
-        return True
-
-    def is_inside(self, trainer: Trainer) -> bool:
-        """Whether the present micro-batch is inside a window of ours, and not its last one."""
-        held = type(trainer.log_every_n_steps) is NotDue  # type: ignore[attr-defined]
-        return held and trainer.accumulate_grad_batches is self.written
 
     def release_logs(self, trainer: Trainer) -> None:
         """Let step metrics be due as the user's own flag says."""

@@ -40,6 +40,8 @@ class AutomaticDoor(Door):
         module: in automatic optimization.
     """
 
+    weighs_batches = True
+
     def __init__(self, engine: Engine, module: LightningModule) -> None:
         self._engine, self._module, self._trainer = engine, module, engine.trainer
         engine.progress.sees_all_weights = engine.ranks.size == 1 or engine.options.weight_fn is None

@@ -1,4 +1,4 @@
-"""What the user's calls in a ``training_step`` are for: whose window, with what weight, and whether it ends there."""
+"""What the calls in a ``training_step`` share: its micro-batch, their weights, and the epoch that may end behind it."""
 
 from __future__ import annotations
 
@@ -7,53 +7,35 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_accum.checks import arguments, lists, refusals
+from lightning_accum.checks import arguments, lists
 from lightning_accum.gradients.buffers import Weight
-from lightning_accum.step import turns
+from lightning_accum.seams import loop
 from lightning_accum.step.engine import Engine
+from lightning_accum.step.lr_schedulers import LRSchedulers
 from lightning_accum.step.micro_batch import MicroBatch
 from lightning_accum.step.slips import CallWatch
 from lightning_accum.window.rhythm import is_due
-from lightning_accum.window.state import Accumulator, Phase
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
     from lightning_accum.checks.lists import AnOptimizer
 
 
 class Calls:
-    """Finds what a call is for.
+    """Knows the running ``training_step``.
 
     Args:
         engine: of the fit.
+        module: with the mixin.
+        lr_schedulers: that advance with the optimizer steps.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.trainer = engine, engine.trainer
+    def __init__(self, engine: Engine, module: LightningModule, lr_schedulers: LRSchedulers) -> None:
+        self.engine, self.module, self.lr_schedulers = engine, module, lr_schedulers
+        self.trainer, self.ranks = engine.trainer, engine.ranks
         self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
         self.calls = CallWatch()
-
-    def open_window(
-        self, call: str, optimizer: AnOptimizer | None, is_none: bool = False
-    ) -> tuple[Accumulator, MicroBatch]:
-        """Return the window that a call is for, and the micro-batch, which closes it or not.
-
-        Args:
-            call: how the user's own begins.
-            optimizer: that the user named.
-            is_none: whether it contributes nothing, so that the window may have ended with other ranks' losses.
-        """
-        if self.micro_batch is None:
-            raise refusals.outside_training_step(call)
-        self.calls[call] += 1
-        optimizers, progress = self.engine.optimizers, self.engine.progress
-        is_only_one = optimizer is None and len(optimizers) == 1
-        index = 0 if is_only_one else lists.optimizer_position(optimizer, optimizers, call)
-        window = progress.window.accumulators.get(index) or progress.accumulator(index)
-        if window.phase is Phase.STEPPED and not (is_none and turns.are_needed(self.engine)):
-            raise refusals.has_stepped(call)
-        if self.micro_batch.closes and not is_due(self.trainer, window):
-            return window, self.micro_batch._replace(closes=False)
-        return window, self.micro_batch
 
     def is_due(self, optimizer: AnOptimizer) -> bool:
         """Whether an optimizer steps at the end of the present window."""
@@ -65,3 +47,12 @@ class Calls:
         if weight is None:
             return self.engine.weigh(self.micro_batch and self.micro_batch.batch, device, default)
         return arguments.as_weight(weight, device)
+
+    def complete_epoch(self) -> None:
+        """Do what is due at the epoch's last micro-batch, before a validation or a checkpoint; done once."""
+        partial_window, is_open = self.engine.options.partial_window, self.engine.progress.window.is_pending
+        if not loop.epoch_is_complete(self.trainer) or (partial_window == "average" and is_open):
+            return  # if the loader has left the last place empty, the window's step comes first, in `end_epoch`
+        if partial_window == "drop":
+            self.engine.drop()
+        self.lr_schedulers.at_last_batch(self.trainer, self.module)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch.optim import Optimizer
 
 from lightning_accum.schedule.factors import Schedule
@@ -10,6 +12,8 @@ from lightning_accum.window.progress import State
 
 class Door:
     """One kind of optimization during a fit, chosen once in ``setup``; the scheduler's hooks call it in this order."""
+
+    weighs_batches: ClassVar[bool] = False  # whether `begin_batch` does anything
 
     def extends_overdue(self) -> bool:
         """Whether a window whose last place the loader left empty goes on with the next micro-batch."""

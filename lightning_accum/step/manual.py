@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_accum import effective_step
-from lightning_accum.checks import arguments, lists
+from lightning_accum.checks import arguments, lists, refusals
 from lightning_accum.effective_step import EffectiveStep
 from lightning_accum.gradients.buffers import Weight
 from lightning_accum.seams import hooks, loop
 from lightning_accum.seams.backward import UnheardBackward
-from lightning_accum.step import several
+from lightning_accum.seams.window_length import NotDue
+from lightning_accum.step import several, turns
 from lightning_accum.step.calls import Calls
 from lightning_accum.step.clean import CleanGradients
 from lightning_accum.step.engine import Engine
@@ -23,7 +24,6 @@ from lightning_accum.step.lr_schedulers import LRSchedulers
 from lightning_accum.step.micro_batch import WHOLE, MicroBatch, Piece
 from lightning_accum.step.optimizer_step import OptimizerStep
 from lightning_accum.step.slips import GradientWatch, OrderWatch
-from lightning_accum.step.turns import Turns
 from lightning_accum.window.rhythm import is_due
 from lightning_accum.window.state import Accumulator, Phase
 from lightning_accum.window.values import Contribution
@@ -31,7 +31,7 @@ from lightning_accum.window.values import Contribution
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-    from lightning_accum.checks.lists import OneOrMore
+    from lightning_accum.checks.lists import AnOptimizer, OneOrMore
 
 
 class ManualStep(Calls):
@@ -44,22 +44,21 @@ class ManualStep(Calls):
     """
 
     def __init__(self, engine: Engine, module: LightningModule, lr_schedulers: LRSchedulers) -> None:
-        super().__init__(engine)
-        self.module, self.ranks = module, engine.ranks
-        self.lr_schedulers = lr_schedulers
+        super().__init__(engine, module, lr_schedulers)
         self.gradient_watch, self.order_watch = GradientWatch(), OrderWatch()
         self.guard = HandStepGuard(engine.progress)
         self.optimizer_step = OptimizerStep(engine, module, self.gradient_watch)
         self._backward = UnheardBackward(engine.trainer, module)
         self._clean = CleanGradients(engine)
-        self.turns = Turns(engine, self._clean, self.step)
+        self.turns = turns.Turns(engine, self._clean, self.step)
 
     # One micro-batch, top to bottom
 
     def run(self, training_step: hooks.Hook, *args: object, **kwargs: object) -> object:
         """Run the user's ``training_step``, then close the window if this micro-batch is its last one."""
         engine, before = self.engine, self.ranks.backwards
-        is_inside = engine.flags.is_inside(self.trainer)
+        holds_logs = type(self.trainer.log_every_n_steps) is NotDue  # type: ignore[attr-defined] # not yet the last one
+        is_inside = holds_logs and self.trainer.accumulate_grad_batches is engine.flags.written
         learns = not loop.skips_backward(self.trainer)
         closes = learns and not is_inside and loop.closes_window(self.trainer)
         self.micro_batch = MicroBatch(args[0] if args else None, closes, learns)
@@ -217,30 +216,32 @@ class ManualStep(Calls):
                 self.engine.drop_if_failed(window)
         self.engine.close(at=at)
 
-    def end_long_windows(self) -> None:
-        """Step the optimizers whose windows are open behind the last effective step, which is counted already."""
-        self.engine.optimizers = self.trainer.optimizers
-        for window in list(self.engine.progress.window.accumulators.values()):
-            if window.span.passed:
-                self.step(window, late=True)
-        self.engine.progress.drop()
-
-    def complete_epoch(self) -> None:
-        """Do what is due at the epoch's last micro-batch, before a validation or a checkpoint; done once."""
-        partial_window, is_open = self.engine.options.partial_window, self.engine.progress.window.is_pending
-        if not loop.epoch_is_complete(self.trainer) or (partial_window == "average" and is_open):
-            return  # if the loader has left the last place empty, the window's step comes first, in `end_epoch`
-        if partial_window == "drop":
-            self.engine.drop()
-        self.lr_schedulers.at_last_batch(self.trainer, self.module)
-
     # Before a contribution
+
+    def open_window(
+        self, call: str, optimizer: AnOptimizer | None, is_none: bool = False
+    ) -> tuple[Accumulator, MicroBatch]:
+        """Return the window that a call is for, and the micro-batch, which closes it or not.
+
+        ``call`` is how the user's own begins. One of ``is_none`` may find a window ended with other ranks' losses.
+        """
+        if self.micro_batch is None:
+            raise refusals.outside_training_step(call)
+        self.calls[call] += 1
+        optimizers, progress = self.engine.optimizers, self.engine.progress
+        is_only_one = optimizer is None and len(optimizers) == 1
+        index = 0 if is_only_one else lists.optimizer_position(optimizer, optimizers, call)
+        window = progress.window.accumulators.get(index) or progress.accumulator(index)
+        if window.phase is Phase.STEPPED and not (is_none and turns.are_needed(self.engine)):
+            raise refusals.has_stepped(call)
+        if self.micro_batch.closes and not is_due(self.trainer, window):
+            return window, self.micro_batch._replace(closes=False)
+        return window, self.micro_batch
 
     def _begin(self, window: Accumulator, contribution: Contribution, dtype: torch.dtype) -> Weight:
         if self.gradient_watch.noted:
             self.gradient_watch.check(window.index)
         if window.phase is Phase.EMPTY and (self.ranks.size == 1 or len(self.engine.optimizers) > 1):
             self._clean.check(window.index)
-        return self.engine.begin_backward(
-            window, contribution, self.engine.length(dtype, contribution.pieces, window.span)
-        )
+        length = self.engine.length(dtype, contribution.pieces, window.span)
+        return self.engine.begin_backward(window, contribution, length)

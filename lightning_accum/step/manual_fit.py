@@ -133,7 +133,15 @@ class ManualDoor(Door):
             self._step.close_window(at=None)
             logs.advance_logger_step(trainer)
         elif not 0 <= trainer.max_steps <= trainer.global_step:  # no step is left: a checkpoint keeps what it holds
-            self._step.end_long_windows()
+            self._end_long_windows()
+
+    def _end_long_windows(self) -> None:
+        """Step the optimizers whose windows are open behind the last effective step, which is counted already."""
+        self._engine.optimizers = self._trainer.optimizers
+        for window in list(self._engine.progress.window.accumulators.values()):
+            if window.span.passed:
+                self._step.step(window, late=True)
+        self._engine.progress.drop()
 
     @override
     def before_save(self) -> State:

@@ -79,7 +79,8 @@ class WindowPlacement:
             progress.samples = Samples(seen, loop.passed_batches(trainer))
         if window is not None:
             self._open(trainer, window["length"], window["opened_at"])
-            self._flags.hold_logs(trainer)  # now: callbacks before the scheduler log before `begin_batch`
+            # Now: callbacks before the scheduler log before `begin_batch`.
+            self._flags.hold_logs(trainer, loop.closes_window(trainer))
         if loop.skips_epoch_start(trainer):
             self.begin_epoch(trainer)
         if restart.is_between_epochs(trainer):  # saved by a callback before the scheduler
@@ -123,16 +124,16 @@ class WindowPlacement:
 
         Args:
             trainer: the Trainer of the fit.
-            batch_idx: the micro-batch's place in the epoch.
+            batch_idx: of the hook.
             extends_overdue: whether a window that should have closed before goes on with this micro-batch. The loader
                 gave None for its last place, at which Lightning runs no training step: this one closes it.
         """
-        length = self._progress.window.length
-        moves_on = length is None or batch_idx >= length.end
+        length, place = self._progress.window.length, loop.place_in_epoch(trainer, batch_idx)
+        moves_on = length is None or place >= length.end
         if length is not None and moves_on and extends_overdue():
-            self._open(trainer, batch_idx + 1 - length.opened_at, length.opened_at, length.factor)
+            self._open(trainer, place + 1 - length.opened_at, length.opened_at, length.factor)
         elif moves_on:
-            self._open_next(trainer, batch_idx)
+            self._open_next(trainer, place)
         if not self._ends_with_epoch:
             self._correct_logger_step(trainer)
         return moves_on

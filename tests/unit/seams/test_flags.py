@@ -301,7 +301,7 @@ def test_what_is_hidden_and_shown_comes_back_once_and_unchanged() -> None:
         assert flags.in_charge(trainer)
         assert trainer.accumulate_grad_batches is window
         assert trainer.gradient_clip_val == 0.5
-        flags.hold_logs(trainer)
+        flags.hold_logs(trainer, closes=False)
         trainer.accumulate_grad_batches = 7  # somebody else's
         assert not flags.in_charge(trainer)
         flags.give_back(trainer)
