@@ -55,8 +55,8 @@ class TrainerFlags:
 
     def write_closed(self, trainer: Trainer, at: int | None) -> None:
         """Note in the Trainer's window that it was counted, if it is ours."""
-        if self.in_charge(trainer):
-            self.write(trainer, self.written.closed(at))
+        if trainer.accumulate_grad_batches is self.written:
+            trainer.accumulate_grad_batches = self.written = self.written.closed(at)
 
     def write_begun_epoch(self, trainer: Trainer) -> None:
         """Show a window that is not counted: the loader may begin an epoch with None, at which no window opens."""

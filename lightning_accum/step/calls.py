@@ -50,8 +50,10 @@ class Calls:
 
     def complete_epoch(self) -> None:
         """Do what is due at the epoch's last micro-batch, before a validation or a checkpoint; done once."""
-        partial_window, is_open = self.engine.options.partial_window, self.engine.progress.window.is_pending
-        if not loop.epoch_is_complete(self.trainer) or (partial_window == "average" and is_open):
+        partial_window = self.engine.options.partial_window
+        if not loop.epoch_is_complete(self.trainer):
+            return
+        if partial_window == "average" and self.engine.progress.window.is_pending:
             return  # if the loader has left the last place empty, the window's step comes first, in `end_epoch`
         if partial_window == "drop":
             self.engine.drop()

@@ -167,8 +167,7 @@ class Engine:
         self.progress.close(int(self.trainer.accumulate_grad_batches))
         if at is not None:
             self.progress.closed_batch = self.batch
-        if self.trainer.accumulate_grad_batches is self.flags.written:
-            self.flags.write_closed(self.trainer, at)
+        self.flags.write_closed(self.trainer, at)
 
     def is_full(self, *, is_added: bool) -> bool:
         """Whether a resumed fit begins with the step of the open window.

@@ -177,7 +177,9 @@ class ManualStep(Calls):
         """Take an optimizer's step with the window's weighted mean gradient; ``late`` as in `Engine.report`."""
         wrappers = self.module.optimizers()
         optimizer = wrappers[window.index] if isinstance(wrappers, list) else wrappers
-        several.complete(self.engine, self._clean, [window])
+        holds = window.phase is Phase.OPEN and window.witness is not None and window.witness.grad is not None
+        if not holds or self.ranks.size > 1 or len(self.engine.optimizers) > 1:
+            several.complete(self.engine, self._clean, [window])
         if window.index not in self.gradient_watch.seen:
             self.gradient_watch.end(window.index, window.micro_batches)
         # 2. One all-reduce of the sums; with a total weight of 0 there is nothing to step with.
@@ -208,7 +210,8 @@ class ManualStep(Calls):
         """
         progress, self.engine.optimizers = self.engine.progress, self.trainer.optimizers
         for i in range(len(self.engine.optimizers)):
-            if (window := progress.accumulator(i)).phase is Phase.STEPPED:
+            window = progress.window.accumulators.get(i) or progress.accumulator(i)
+            if window.phase is Phase.STEPPED:
                 continue
             if at is None or is_due(self.trainer, window):
                 self.turns.end(self.turns.take([window], gives=False))
@@ -234,7 +237,7 @@ class ManualStep(Calls):
         window = progress.window.accumulators.get(index) or progress.accumulator(index)
         if window.phase is Phase.STEPPED and not (is_none and turns.are_needed(self.engine)):
             raise refusals.has_stepped(call)
-        if self.micro_batch.closes and not is_due(self.trainer, window):
+        if self.micro_batch.closes and window.span.steps > 1 and not is_due(self.trainer, window):
             return window, self.micro_batch._replace(closes=False)
         return window, self.micro_batch
 

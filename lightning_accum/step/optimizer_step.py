@@ -51,7 +51,9 @@ class OptimizerStep:
         Returns:
             Whether the weights have moved: a GradScaler may skip the update, a hook may take the gradients away.
         """
-        scaler, autocast = active_scaler(self._trainer), without_autocast(self._module.device)
+        device = self._module.device
+        scaler = active_scaler(self._trainer) if hasattr(self._trainer.precision_plugin, "scaler") else None
+        autocast = without_autocast(device) if torch.is_autocast_enabled(device.type) else nullcontext()
         clipped: list[Optimizer] = []
         scaled_step = None if scaler is None else ScaledStep(scaler, optimizer.optimizer)
         counted = nullcontext() if in_training_step else loop.counted(self._trainer, optimizer)
