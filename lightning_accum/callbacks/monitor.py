@@ -160,7 +160,8 @@ class AccumulationMonitor(PicturedCallback):
     @override
     def state_dict(self) -> dict[str, Any]:
         losses = {index: metric.sums for index, metric in self._epoch_losses.items() if metric.update_called}
-        return {"samples": self._samples, "place": self._place, **({"epoch_losses": losses} if losses else {})}
+        place = self._place if self._place[1] >= 0 else None
+        return {"samples": self._samples, "place": place, **({"epoch_losses": losses} if losses else {})}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
