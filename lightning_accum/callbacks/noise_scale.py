@@ -134,7 +134,7 @@ class NoiseScaleMonitor(AccumulationCallback):
         if self._norms is not None:
             self._norms.complete(optimizer)
 
-    def on_effective_step_end(self, trainer: Trainer, pl_module: LightningModule, step: EffectiveStep) -> None:
+    def _on_outcome(self, trainer: Trainer, pl_module: LightningModule, step: EffectiveStep) -> None:
         """Add the window to the averages if it was measured, and decide about the next one."""
         if self._norms is None:
             return
