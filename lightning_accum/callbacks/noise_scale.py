@@ -17,7 +17,7 @@ from lightning_accum.gradients.window import window_gradients
 from lightning_accum.schedule import resolve
 from lightning_accum.schedule.epoch import samples
 from lightning_accum.schedule.validate import positive_int
-from lightning_accum.seams import logs, loop
+from lightning_accum.seams import hooks, logs, loop
 from lightning_accum.seams.roots import MisconfigurationException, rank_zero_info, rank_zero_warn
 from lightning_accum.seams.window_length import current_window
 
@@ -114,8 +114,7 @@ class NoiseScaleMonitor(AccumulationCallback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _refuse(trainer, pl_module)
-        self._reported = {}
-        self._norms = window_gradients(trainer).norms
+        self._reported, self._norms = {}, window_gradients(trainer).norms
         for i in range(len(trainer.optimizers)):
             self._prepare(trainer, i, current_window(trainer).index - 1)
 
@@ -126,8 +125,9 @@ class NoiseScaleMonitor(AccumulationCallback):
         assert self._norms is not None
         if (closed + 2) // self.every_n_steps > (before + 2) // self.every_n_steps:
             self._norms.begin_window(optimizer, active_scaler(trainer))
-        else:
+        elif optimizer in self._norms.measured:
             self._norms.end_window(optimizer)
+        hooks.pass_over(self, "on_before_optimizer_step", not self._norms.measured)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
