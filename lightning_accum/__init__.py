@@ -14,7 +14,7 @@ from lightning_accum.schedule.plan import AccumulationPlan
 from lightning_accum.scheduler import AccumulationScheduler
 from lightning_accum.seams.window_length import opens_window
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AccumulationMixin",

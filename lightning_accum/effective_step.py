@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 
 HOOK = "on_effective_step_end"
+# For callbacks of this package that read neither the loss nor the norm, which cost time in automatic optimization.
+OUTCOME_HOOK = "_on_outcome"
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,20 @@ def has_listeners(trainer: Trainer, module: LightningModule) -> bool:
     return any(callable(getattr(listener, HOOK, None)) for listener in (module, *loop.callbacks(trainer)))
 
 
-def notify(trainer: Trainer, module: LightningModule, step: EffectiveStep) -> None:
-    """Call ``on_effective_step_end`` of the module, then of each callback that defines it."""
+def has_watchers(trainer: Trainer) -> bool:
+    """Return whether a callback reads the outcome of windows without their loss and norm."""
+    return any(hasattr(callback, OUTCOME_HOOK) for callback in loop.callbacks(trainer))
+
+
+def notify(trainer: Trainer, module: LightningModule, step: EffectiveStep, *, is_complete: bool = True) -> None:
+    """Call ``on_effective_step_end`` of the module, then of each callback that defines it; only if it is complete."""
     # Called directly, not through Lightning's `call`: the surrounding Lightning hook stays the current one, so
     # `self.log` follows that hook's rules.
-    if callable(hook := getattr(module, HOOK, None)):
+    if is_complete and callable(hook := getattr(module, HOOK, None)):
         hook(step)
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined] # see `loop.callbacks`
     for callback in callbacks:
-        if callable(hook := getattr(callback, HOOK, None)):
+        if is_complete and callable(hook := getattr(callback, HOOK, None)):
+            hook(trainer, module, step)
+        if (hook := getattr(callback, OUTCOME_HOOK, None)) is not None:
             hook(trainer, module, step)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from lightning_accum.schedule import resolve
+from lightning_accum.seams import hooks
 from lightning_accum.seams.roots import Callback
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ class AccumulationCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             resolve.require_scheduler(trainer, pl_module, self)
+            hooks.leave_out(self, *hooks.OF_A_BATCH)
             self._begin_fit(trainer)
 
     @override

@@ -16,7 +16,7 @@ from lightning_accum.gradients.window import window_gradients
 from lightning_accum.schedule import resolve
 from lightning_accum.schedule.epoch import samples
 from lightning_accum.schedule.validate import positive_int
-from lightning_accum.seams import logs, loop
+from lightning_accum.seams import hooks, logs, loop
 from lightning_accum.seams.roots import MisconfigurationException, rank_zero_info, rank_zero_warn
 from lightning_accum.seams.window_length import current_window
 
@@ -113,8 +113,7 @@ class NoiseScaleMonitor(AccumulationCallback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _refuse(trainer, pl_module)
-        self._reported = {}
-        self._norms = window_gradients(trainer).norms
+        self._reported, self._norms = {}, window_gradients(trainer).norms
         for i in range(len(trainer.optimizers)):
             self._prepare(trainer, i, current_window(trainer).index - 1)
 
@@ -124,14 +123,15 @@ class NoiseScaleMonitor(AccumulationCallback):
         optimizer = trainer.optimizers[optimizer_idx]
         if (closed + 2) // self.every_n_steps > (before + 2) // self.every_n_steps:
             self._norms.begin_window(optimizer)
-        else:
+        elif optimizer in self._norms.measured:
             self._norms.end_window(optimizer)
+        hooks.pass_over(self, "on_before_optimizer_step", not self._norms.measured)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self._norms.complete(optimizer)
 
-    def on_effective_step_end(self, trainer: Trainer, pl_module: LightningModule, step: EffectiveStep) -> None:
+    def _on_outcome(self, trainer: Trainer, pl_module: LightningModule, step: EffectiveStep) -> None:
         """Add the window to the averages if it was measured, and decide about the next one."""
         i = step.optimizer_idx
         measured = self._norms.measured.get(trainer.optimizers[i])

@@ -156,6 +156,13 @@ def shadow_once(owner: object, hook: str, replacement: Hook) -> None:
     shadow(owner, hook, once)
 
 
+# Those that Lightning calls on every callback in a micro-batch or at its window's end.
+OF_A_BATCH = (
+    *("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+    *("on_before_zero_grad", "on_train_batch_end"),
+)
+
+
 def leave_out(callback: Callback, *names: str) -> None:
     """Let Lightning pass over hooks that a callback of ours does not define; a subclass may.
 

@@ -164,12 +164,12 @@ class AutomaticDoor(Door):
             self._drop_if_left_out()
             return
         self._end_step(window)
-        reports = self._sums_losses and window.totals.weight
+        reports = window.totals.weight and (self._sums_losses or effective_step.has_watchers(self._trainer))
         step = self._engine.report(window) if reports else None
         self._engine.close(at=loop.ready_batches(self._trainer))
         if step is not None:
             self._reported = self._engine.batch
-            effective_step.notify(self._trainer, self._module, step)
+            effective_step.notify(self._trainer, self._module, step, is_complete=self._sums_losses)
             self._reported = 0
 
     def _drop_if_left_out(self) -> None:

@@ -115,9 +115,9 @@ class Fuzzed(L.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if (self.trainer.current_epoch, batch_idx) == self.story["leaves"] else None
 
-    def loss(self, batch: Any) -> Tensor | None:
+    def loss(self, batch: Any, net: nn.Module | None = None) -> Tensor | None:
         x, y, _, event = batch
-        loss = item_losses(self.net, (x, y)).mean()
+        loss = item_losses(net or self.net, (x, y)).mean()
         return {GIVES: loss, EMPTY: loss * float("nan"), NONE: None}[event]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
@@ -157,6 +157,32 @@ class ManualFuzzed(AccumulationMixin, Fuzzed):
             return self.loss((*piece, None, event)), weight / len(x)
 
         self.accumulate_split((x, y), loss, micro_batch_size=1)
+
+
+class SlowFuzzed(ManualFuzzed):
+    """A second network learns the same in another rhythm; the first one's windows are as without it."""
+
+    def __init__(self, story: Story) -> None:
+        super().__init__(story)
+        self.slow, self.slow_history = NETS[story["net"]](), list[Tensor]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        self.places.append((self.trainer.current_epoch, batch_idx))
+        self.accumulate(self.loss(batch, self.slow), weight=batch[2], optimizer=second)
+        self.accumulate(self.loss(batch), weight=batch[2], optimizer=first)
+        if self.places[-1] == self.breaks:
+            raise Broken
+
+    def on_effective_step_end(self, step: EffectiveStep) -> None:
+        if step.optimizer_idx:
+            self.slow_history.append(flat(self.slow))
+        else:
+            self.history.append(flat(self.net))
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [make_optimizer(self.story, net) for net in (self.net, self.slow)]
+        return optimizers, [{"scheduler": rate_of(optimizer), "interval": "epoch"} for optimizer in optimizers]
 
 
 class Loader:
@@ -267,7 +293,10 @@ def stories(draw: st.DrawFn) -> Story:
         "anew": draw(st.sampled_from([False, False, True])),
         "validated": draw(st.none() | st.integers(1, min(map(len, events)))),
         "clip": draw(st.sampled_from([None, 0.5])),
+        "every": draw(st.sampled_from([None, [1, 2], [1, 3]])),
     }
+    if story["door"] == CALLBACK or story["split"]:
+        story["every"] = None
     if WeightAveraging is None:
         story["leaves"] = None  # Lightning 2.5 makes no LR step in an epoch that is left in automatic optimization
     if story["net"] == "sparse" or (story["net"], story["door"]) == ("twice in the optimizer", CALLBACK):
@@ -308,6 +337,8 @@ def way_of(story: Story, place: Place) -> str:
     event, size = story["events"][epoch][index], story["sizes"][epoch][index]
     if way == PIECES:
         way = PIECES if is_manual and story["split"] and event == GIVES and size > 1 else ERROR
+    if way == TOLD and story["every"]:
+        way = BATCH_END  # the first network's loss comes after it
     if way == "on_validation_batch_start" and story["averages"]:
         way = "on_validation_start"  # Lightning's own: inside the validation the file takes averages for weights
     is_validated = story["validated"] is not None and (index + 1) % story["validated"] == 0
@@ -343,12 +374,15 @@ def set_hooks(module: Fuzzed) -> None:
 def fit(story: Story, saves: dict[Place, str], begin: Place | None, breaks: Place | None) -> Fuzzed:
     """One fit, from a place's checkpoint, up to an error."""
     automatic = story["door"] == CALLBACK
-    module = Fuzzed(story) if automatic else ManualFuzzed(story)
+    module = (Fuzzed if automatic else SlowFuzzed if story["every"] else ManualFuzzed)(story)
     module.breaks = breaks
     if story["sets_hooks"]:
         set_hooks(module)
     scheduler = AccumulationScheduler(
-        story["scheduling"], interval="step", weight_fn=(lambda batch: batch[2]) if automatic else None
+        story["scheduling"],
+        interval="step",
+        weight_fn=(lambda batch: batch[2]) if automatic else None,
+        every=story["every"],
     )
     # Saved behind it, as by ModelCheckpoint: a hook that has not run when the checkpoint is made does not run again
     happens = [*([WeightAveraging()] if _averages(story) else []), Happens(story, saves, breaks)]
@@ -447,6 +481,35 @@ class Walk:
         return place == self.story["stopped"]
 
 
+class SlowWalk(Walk):
+    """The windows of the second network."""
+
+    def __init__(self, story: Story) -> None:
+        self.slow: list[tuple[list[Place], Place]] = []
+        self.own: list[Place] = []
+        self.passed = 0
+        super().__init__(story)
+        self.windows = self.slow
+
+    def close(self, place: Place) -> None:
+        events = self.story["events"]
+        self.own += [(epoch, i) for epoch, i in self.held if events[epoch][i] != EMPTY]
+        self.passed += 1
+        super().close(place)
+        if self.passed == self.story["every"][1] or place[1] + 1 >= len(events[place[0]]):
+            self.end(place)
+
+    def epoch(self, epoch: int) -> bool:
+        stops = super().epoch(epoch)
+        self.end((epoch, len(self.story["events"][epoch])))
+        return stops
+
+    def end(self, place: Place) -> None:
+        if self.own:
+            self.slow.append((self.own, place))
+        self.own, self.passed = [], 0
+
+
 def expected(story: Story, walk: Walk) -> list[Tensor]:
     """Plain torch's parameters after each window."""
     net, history, epoch = NETS[story["net"]](), [], 0
@@ -484,6 +547,15 @@ def last_window(story: Story, place: Place) -> Place:
     return (epoch, index + 1) if way == EPOCH_END and not story["scheduler_last"] else place
 
 
+def assert_slow_is_right(story: Story, module: SlowFuzzed, first: Place, last: Place) -> None:
+    walk = SlowWalk(story)
+    windows = zip(expected(story, walk), walk.windows, strict=True)
+    left = [weights for weights, (_, place) in windows if first < place <= last]
+    assert len(module.slow_history) == len(left)
+    for got, weights in zip(module.slow_history, left, strict=True):
+        torch.testing.assert_close(got, weights, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 def assert_equal_to_plain_torch(story: Story) -> None:
     walk = Walk.of(story)
     wanted, ways = expected(story, walk), resumes(story)
@@ -495,6 +567,8 @@ def assert_equal_to_plain_torch(story: Story) -> None:
         assert len(module.history) == len(left)
         for got, weights in zip(module.history, left, strict=True):
             torch.testing.assert_close(got, weights, rtol=TOLERANCE, atol=TOLERANCE)
+        if isinstance(module, SlowFuzzed):
+            assert_slow_is_right(story, module, first, last)
         if story["sets_hooks"]:
             ends = story["epochs"] if walk.places[-1:] != [story["stopped"]] else story["stopped"][0] + 1
             begun = max(begin[0], 0) + (ways.get(begin) == EPOCH_END)

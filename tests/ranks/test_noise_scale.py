@@ -55,8 +55,8 @@ class Keeps(NoiseScaleMonitor):
         super().__init__(1, decay=0.5)
         self.sums: list[Tensor] = []
 
-    def on_effective_step_end(self, trainer: Any, pl_module: Any, step: EffectiveStep) -> None:
-        super().on_effective_step_end(trainer, pl_module, step)
+    def _on_outcome(self, trainer: Any, pl_module: Any, step: EffectiveStep) -> None:
+        super()._on_outcome(trainer, pl_module, step)
         self.sums.append(self.state_dict()["sums"][0])
 
 
