@@ -156,7 +156,6 @@ class AutomaticDoor(Door):
     @override
     def end_batch(self) -> None:
         """Count the window that this micro-batch has closed, then report it."""
-        self._evaluations.end()
         window = self._driven
         if window is None or window.phase is Phase.EMPTY:
             return

@@ -80,8 +80,9 @@ class EvaluationGuard:
 
     def install(self, optimizers: list[Optimizer]) -> None:
         """Watch the steps of these."""
-        watched = filter(takes_step_hooks, optimizers)
+        watched = list(filter(takes_step_hooks, optimizers))
         self._handles = [optimizer.register_step_pre_hook(self.begin) for optimizer in watched]
+        self._handles += [optimizer.register_step_post_hook(self.end) for optimizer in watched]
 
     def begin(self, optimizer: Optimizer, *_: object) -> None:
         """A step begins, and has not called its closure yet."""
@@ -93,7 +94,7 @@ class EvaluationGuard:
         if any(seen._version != version or seen.grad is None for seen, version in self._before):
             raise evaluates_again(optimizer)
 
-    def end(self) -> None:
+    def end(self, *_: object) -> None:
         """The step is over."""
         self._before = []
 
