@@ -343,9 +343,11 @@ def way_of(story: Story, place: Place) -> str:
         way = "on_validation_start"  # Lightning's own: inside the validation the file takes averages for weights
     is_validated = story["validated"] is not None and (index + 1) % story["validated"] == 0
     is_left = story["leaves"] is not None and epoch == story["leaves"][0]
+    # Lightning's own: a fit that has no epoch left does not take the averages for weights.
+    is_all = story["averages"] and epoch + 1 == story["epochs"]
     impossible = {
         ERROR: event == NONE,  # not behind a contribution
-        EPOCH_END: index + 1 < len(story["events"][epoch]) or is_left,
+        EPOCH_END: index + 1 < len(story["events"][epoch]) or is_left or is_all,
         **dict.fromkeys(VALIDATION, not is_validated),
     }
     return BATCH_END if impossible.get(way) else way
