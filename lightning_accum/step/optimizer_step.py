@@ -15,7 +15,7 @@ from lightning_accum.checks.refusals import evaluates_again
 from lightning_accum.gradients import buffers
 from lightning_accum.gradients.norms import clip_by_norm, gradient_norm
 from lightning_accum.gradients.precision import ScaledStep, active_scaler, without_autocast
-from lightning_accum.seams import hooks, loop
+from lightning_accum.seams import hooks, loop, order
 from lightning_accum.seams.roots import LIGHTNING_OPTIMIZERS
 from lightning_accum.step.engine import Engine
 from lightning_accum.step.guards import EvaluationGuard
@@ -70,18 +70,16 @@ class OptimizerStep:
 
     def _evaluated_once(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Refuse a step that evaluates the loss for moved weights, or twice: its closure has nothing to evaluate."""
-        plugin, guard, evaluated = self._trainer.precision_plugin, EvaluationGuard(), list[Optimizer]()
-        after_closure: hooks.Hook = plugin._after_closure
+        guard, evaluated = EvaluationGuard(), list[Optimizer]()
         guard.begin(optimizer)
 
-        def check_then_call_hooks(*args: object, **kwargs: object) -> None:
+        def check() -> None:
             guard.check(optimizer)
             if evaluated:
                 raise evaluates_again(optimizer)
             evaluated.append(optimizer)
-            after_closure(*args, **kwargs)
 
-        return hooks.shadowed(plugin, "_after_closure", check_then_call_hooks)
+        return order.after_closure(self._trainer, check)
 
     def _own_hook_then_clip(self, window: Accumulator, clipped: list[Optimizer]) -> hooks.Hook:
         """Let the clip run after the module's own ``on_before_optimizer_step``, as in automatic optimization.
