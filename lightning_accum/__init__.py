@@ -1,4 +1,4 @@
-"""Gradient accumulation for PyTorch Lightning that gives the same update as the one big batch."""
+"""Gradient accumulation for PyTorch Lightning with the same update as one large batch."""
 
 from lightning_accum.callbacks.history import plot_metrics
 from lightning_accum.callbacks.lr_scaling import LearningRateScaler

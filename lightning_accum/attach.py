@@ -1,4 +1,4 @@
-"""What the mixin attaches: wrappers to a user's class, and for one fit a scheduler, where the user has none."""
+"""What the mixin attaches: wrappers to a user's class, and for one fit a scheduler, if the user has none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def wrap_hooks(cls: type, mixin: type) -> None:
-    """Wrap the hooks of a class with the mixin that must work without a ``super()`` call, or uncompiled.
+    """Wrap those hooks of a mixin class that must work without a ``super()`` call, or uncompiled.
 
     Raises MisconfigurationException if the mixin comes after LightningModule among its bases.
     """
@@ -28,16 +28,16 @@ def wrap_hooks(cls: type, mixin: type) -> None:
 
 
 def with_scheduler(module: LightningModule, configure_callbacks: hooks.Hook) -> list[Callback]:
-    """Attach a scheduler for the Trainer's factor, if there is none, and let the validator pass the flags."""
+    """Attach a scheduler for the Trainer's factor, if there is none, and hide the flags from Lightning's validator."""
     configured, trainer = configure_callbacks(), module.trainer
     callbacks = [configured] if isinstance(configured, CALLBACKS) else list(configured or [])
     present = [c for c in loop.callbacks(trainer) if not (isinstance(c, AccumulationScheduler) and c.is_attached)]
-    loop.set_callbacks(trainer, present)  # without what a fit that failed has left
+    loop.set_callbacks(trainer, present)  # without the scheduler that a failed fit has left
     scheduler = next((c for c in (*callbacks, *present) if isinstance(c, AccumulationScheduler)), None)
     fitting = trainer.state.fn == "fit"
     if scheduler is None:
         refusals.refuse_schedule_as_flag(trainer)
-        # Also for validation and test: a checkpoint of the fit has its state, and Lightning would miss it.
+        # Also for validation and test: the fit's checkpoints hold its state, and Lightning would warn without it.
         scheduler = AccumulationScheduler(trainer.accumulate_grad_batches)
         scheduler.is_attached = True
         callbacks.append(scheduler)

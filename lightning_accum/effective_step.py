@@ -1,4 +1,4 @@
-"""What a closed window reports, and the hook that receives it."""
+"""EffectiveStep, the report of a closed window, and the hook that receives it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EffectiveStep:
         weight: sum of the weights in the window; without weights, the number of micro-batches.
         micro_batches: contributions on this rank.
         grad_norm: norm of the window's gradient before clipping, over all parameters of the optimizer (under FSDP, of
-            the model) and all their shards, scalar ``()``; None if a hook had taken the gradient away.
+            the model) and all their shards, scalar ``()``; None if a hook removed the gradient.
         skipped: whether the optimizer step was skipped, so that the weights did not change.
         optimizer_idx: position of the optimizer in ``configure_optimizers``.
     """
@@ -42,7 +42,7 @@ class EffectiveStep:
 
 
 def has_listeners(trainer: Trainer, module: LightningModule) -> bool:
-    """Return whether the module or a callback defines ``on_effective_step_end``; without one no report is needed."""
+    """Return whether the module or a callback defines ``on_effective_step_end``; otherwise no report is needed."""
     return any(callable(getattr(listener, HOOK, None)) for listener in (module, *loop.callbacks(trainer)))
 
 

@@ -1,4 +1,4 @@
-"""AccumulationMixin: the effective step of a LightningModule in manual optimization."""
+"""AccumulationMixin: effective steps for a LightningModule in manual optimization."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ else:
 class AccumulationMixin(_Module):
     """Accumulates gradients in manual optimization: hand each micro-batch's loss to `accumulate`.
 
-    The first base class, before ``LightningModule``. The update is that of the one big batch: the gradient of the
+    Make it the first base class, before ``LightningModule``. The update equals one large batch's: the gradient of the
     weighted mean loss over the accumulation window, clipped once, stepped once. An effective step is one closed window.
 
-    The Trainer's own flags configure it: ``accumulate_grad_batches`` (or an `AccumulationScheduler` among the
-    callbacks), ``gradient_clip_val`` and ``gradient_clip_algorithm``. LR schedulers advance per epoch, or
-    (``interval="step"``) per effective step, in which ``frequency`` is counted too.
+    The Trainer's flags configure it: ``accumulate_grad_batches`` (or an `AccumulationScheduler` among the callbacks),
+    ``gradient_clip_val`` and ``gradient_clip_algorithm``. LR schedulers advance per epoch, or with
+    ``interval="step"`` per effective step; ``frequency`` counts the same unit.
 
     Example:
         >>> import lightning as L, torch
@@ -58,7 +58,7 @@ class AccumulationMixin(_Module):
         0
     """
 
-    _accumulation = ModuleState()  # of no fit; each fit brings its own
+    _accumulation = ModuleState()  # outside a fit; each fit sets a new one on the module
     # TorchScript compiles properties, unless they are named here.
     __jit_unused_properties__ = (  # type: ignore[assignment]
         *LightningModule.__jit_unused_properties__,
@@ -68,13 +68,13 @@ class AccumulationMixin(_Module):
     )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Check the order of the bases, and wrap what must work without a ``super()`` call, or uncompiled."""
+        """Check the order of the bases; wrap hooks that must work without a ``super()`` call, or uncompiled."""
         super().__init_subclass__(**kwargs)
         wrap_hooks(cls, AccumulationMixin)
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:
-        # nn.Module would look each time whether the name is a parameter, a buffer or a submodule: a tenth of a tiny
+        # nn.Module would check each time whether the name is a parameter, a buffer or a submodule: a tenth of a tiny
         # model's time.
         if name == hooks.RUNNING_HOOK:
             object.__setattr__(self, name, value)
@@ -98,22 +98,22 @@ class AccumulationMixin(_Module):
 
     @property
     def skipped_steps(self) -> int:
-        """How many of these windows moved no weights; 0 before a fit."""
+        """Closed windows that changed no weights; 0 before a fit."""
         return self._accumulation.progress.skipped_steps
 
     @property
     def opens_window(self) -> bool:
-        """Whether the present micro-batch opens an accumulation window; False outside of a fit."""
+        """Whether the current micro-batch opens an accumulation window; False outside a fit."""
         step = self._accumulation.step
         return step is not None and opens_window(step.trainer)
 
     def is_due(self, optimizer: AnOptimizer) -> bool:
-        """Whether an optimizer steps at the end of the present effective step; False outside of a fit.
+        """Whether an optimizer steps at the end of the current effective step; False outside a fit.
 
-        With ``AccumulationScheduler(..., every=[4, 1])`` the first one is due in every 4th, and at an epoch's end.
-        Leave its forward out where it is not, to learn from the last effective step's data alone. The answer is the
-        same in all micro-batches of an effective step; but a loader without a length tells an epoch's end only at its
-        last one. Raises ValueError for another module's optimizer.
+        With ``AccumulationScheduler(..., every=[4, 1])`` the first one is due in every 4th, and at an epoch's end. To
+        learn from the last effective step's data alone, skip its forward in the others. The answer is the same in all
+        micro-batches of an effective step, but with a loader without a length an epoch's end is known only in its last
+        micro-batch. Raises ValueError for another module's optimizer.
         """
         step = self._accumulation.step
         return step is not None and step.is_due(optimizer)
@@ -130,26 +130,26 @@ class AccumulationMixin(_Module):
         """Add one contribution to the open window; take the effective step if this micro-batch closes it.
 
         The window's gradient is ``sum(weight_i * grad loss_i) / sum(weight_i)``. A contribution counts when its
-        backward has returned. If one fails and the error is caught, the window begins again with what follows.
+        backward has returned. If a backward fails and you catch the error, the window restarts with the next call.
 
         Args:
-            loss: scalar ``()``, the mean over ``weight`` items, with its graph. None: nothing is contributed.
+            loss: scalar ``()``, the mean over ``weight`` items, with its graph. None contributes nothing.
             weight: items (samples or tokens) that the loss is a mean over: an int, a float or a tensor of shape ``()``
                 on any device, >= 0. Default: the scheduler's ``weight_fn``, or 1.
-            optimizer: whose window; needed only if there are several. A loss reaches the parameters of this one only,
-                whatever it runs through. A list: one loss, one backward, and a contribution to each one's window.
+            optimizer: whose window; needed only if there are several. Gradients reach only this one's parameters,
+                whatever the loss runs through. A list: one loss, one backward, and a contribution to each one's window.
             more: another call for this optimizer follows in this ``training_step``. If none does, the window closes
                 when ``training_step`` ends. With several optimizers it also keeps the graph for the next call.
 
         Returns:
-            What the window (of a list: the last one's) reports, if this call closed it with a step; otherwise None.
+            The report of the window (for a list: of the last one) if this call closed it with a step; otherwise None.
 
         Raises:
             RuntimeError: called outside ``training_step``, again after the window was closed, or with a loss without
-                a graph; gradients that another backward has made, or that are gone from the open window.
+                a graph; gradients from another backward, or missing from the open window.
             TypeError: a loss that is not a tensor; a weight that is not a number.
             ValueError: a loss that is not a scalar; a negative or non-finite weight; an optimizer of another module, or
-                none where there are several.
+                none if there are several.
         """
         return _running_step(self, "accumulate(loss").accumulate(loss, weight, optimizer, more=more)
 
@@ -163,30 +163,30 @@ class AccumulationMixin(_Module):
         optimizer: Optimizer | LightningOptimizer | None = None,
         batch_dim: int = 0,
     ) -> EffectiveStep | None:
-        """Add one batch of the loader in several micro-batches, forward and backward one after the other.
+        """Split one batch of the loader into micro-batches; run forward and backward of one after the other.
 
-        Memory is needed for the activations of one. Sizes are as equal as possible. A factor N counts N batches.
+        Memory holds the activations of one. Sizes are as equal as possible. A factor N counts N batches.
 
         Args:
-            batch: tensors, alone or nested in tuples, lists, mappings and dataclasses, of which each micro-batch gets
-                views; or an object with ``__len__`` and slicing. A module may define
-                ``slice_micro_batch(batch, start, stop)``, which cuts instead; ``batch_length(batch)`` counts.
-            loss_fn: returns the loss of a micro-batch, or ``(loss, weight)``, as for `accumulate`. Without a weight it
-                weighs what the scheduler's ``weight_fn`` returns for it, or else its size.
-            micro_batch_size: items in a micro-batch, at most. ``"auto"`` begins with the whole batch. When memory runs
-                out, the try is undone (gradients, random states, buffers) and repeated in halves; the size that fits is
-                kept. Inside a window this costs a copy of the gradients. Every rank must make the same calls.
+            batch: tensors, alone or nested in tuples, lists, mappings and dataclasses; each micro-batch gets views of
+                them. Or an object with ``__len__`` and slicing. A module may define
+                ``slice_micro_batch(batch, start, stop)`` to cut it, and ``batch_length(batch)`` to count its items.
+            loss_fn: returns the loss of a micro-batch, or ``(loss, weight)``, as for `accumulate`. The default weight
+                is what the scheduler's ``weight_fn`` returns for the micro-batch, or its size.
+            micro_batch_size: items in a micro-batch, at most. ``"auto"`` starts with the whole batch. When memory runs
+                out, the attempt is undone (gradients, random states, buffers) and repeated in halves; the size that
+                fits is kept. Inside a window this costs a copy of the gradients. Every rank must make the same calls.
             optimizer: whose window; needed only if there are several.
             batch_dim: the tensors' batch dimension.
 
         Returns:
-            What the window reports, if this call closed it with an optimizer step; otherwise None.
+            The window's report if this call closed it with an optimizer step; otherwise None.
 
         Raises:
             RuntimeError: as for `accumulate`; out of memory with one item.
             TypeError: a batch without a batch dimension; a size that is not an int.
             ValueError: a batch whose parts differ in size, or may be items or columns; a size below 1.
-            MisconfigurationException: ``"auto"`` where ranks wait for each other inside forward or backward.
+            MisconfigurationException: ``"auto"`` if ranks wait for each other inside forward or backward.
         """
         step = _running_step(self, retry.CALL)
         split = SplitBatch(batch, loss_fn, batch_dim, *own_cuts(self))
@@ -204,23 +204,23 @@ class AccumulationMixin(_Module):
         optimizer: Optimizer | LightningOptimizer | None = None,
         batch_dim: int = 0,
     ) -> EffectiveStep | None:
-        """Add one batch whose items the loss compares (contrastive), exactly, at the memory of one micro-batch.
+        """Add one batch whose items the loss compares (contrastive), exactly, with the memory of one micro-batch.
 
         Embeds all micro-batches without a graph, runs ``loss_fn`` on the embeddings of the whole batch, and embeds each
-        micro-batch again for its backward (gradient caching). The second pass repeats the random states (torch, numpy,
-        Python) and the module's buffers of the first. With a factor N the window is the weighted mean of N such losses.
+        micro-batch again for its backward (gradient caching). The second pass reuses the first one's random states
+        (torch, numpy, Python) and buffers. With a factor N the window's loss is the weighted mean of N such losses.
 
         Args:
             batch: as for `accumulate_split`; at least one item.
             embed_fn: returns a micro-batch's embeddings, batch first: a tensor, tuple or dict. Runs twice.
-            loss_fn: takes the embeddings of the whole batch; returns the loss, the mean over ``weight`` items. Its own
+            loss_fn: takes the embeddings of the whole batch; returns the loss, the mean over ``weight`` items. Its
                 parameters (a temperature) learn too. It may gather: ``self.all_gather(x, sync_grads=True)``.
             micro_batch_size: as for `accumulate_split`; ``"auto"`` halves it in both passes.
             weight: as for `accumulate`. Default: the scheduler's ``weight_fn``, or the batch's size.
             optimizer: whose window; needed only if there are several.
             batch_dim: the batch dimension of the tensors in ``batch``.
 
-        Returns and raises as `accumulate_split`; ValueError also for an empty batch, and embeddings not batch first.
+        Returns and raises as `accumulate_split`; also ValueError for an empty batch, or embeddings not batch first.
 
         References:
             Gao et al., Scaling Deep Contrastive Learning Batch Size, 2021, https://arxiv.org/abs/2101.06983
@@ -236,7 +236,7 @@ class AccumulationMixin(_Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip as Lightning does, fused optimizers too; by norm, the norm is kept for `EffectiveStep.grad_norm`."""
+        """Clip as Lightning does, fused optimizers too; a clip by norm also sets `EffectiveStep.grad_norm`."""
         if (step := self._accumulation.step) is None:
             super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         else:

@@ -1,4 +1,4 @@
-"""AccumulationScheduler: the callback that places windows and keeps their state over checkpoints."""
+"""AccumulationScheduler: the callback that places windows and saves their state in checkpoints."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class AccumulationScheduler(AssignableSchedule, Callback):
-    """Schedules the accumulation factor; makes every accumulation window's update that of the one big batch.
+    """Schedules the accumulation factor; makes each accumulation window's update equal to one large batch's.
 
-    In automatic optimization nothing else is needed; in manual optimization it works with `AccumulationMixin`. Each
-    window gets its true length (an epoch's last one may be shorter), the factor changes only where a window opens, and
-    a resumed fit continues the open window. During a fit ``trainer.accumulate_grad_batches`` is the current window's
-    length, afterwards its own value again. Between fits `scheduling`, `effective_batch_size` and `interval` can change.
+    Automatic optimization needs nothing else; manual optimization also needs `AccumulationMixin`. Each window has its
+    true length (an epoch's last one may be shorter), the factor changes only when a window opens, and a resumed fit
+    continues the open window. During a fit ``trainer.accumulate_grad_batches`` is the current window's length;
+    afterwards it is restored. Assign `scheduling`, `effective_batch_size` or `interval` between fits to change them.
 
     Args:
         scheduling: the accumulation factor (micro-batches per window), or ``{start: factor}``, for example
@@ -47,26 +47,26 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         effective_batch_size: instead of ``scheduling``: samples per window on all ranks, or ``{start: samples}``. The
             factor follows from the loader's ``batch_size`` and the number of ranks, rounded up with a warning.
         weight_fn: returns a micro-batch's weight from the batch (its samples or unmasked tokens), a number or a tensor
-            of shape ``()``. Needed where micro-batches are unequal and the loss is a mean over their items: the
-            window's gradient is ``sum(weight * grad loss) / sum(weight)``. Without it they weigh the same.
-        partial_window: how to handle the short window at the end of an epoch. ``"average"``: step with the mean over
-            what it holds. ``"drop"``: discard it, without an effective step. ``"carry"``: continue it in the next
+            of shape ``()``. Needed if micro-batches are unequal and the loss is a mean over their items: the window's
+            gradient is ``sum(weight * grad loss) / sum(weight)``. Without it all micro-batches have the same weight.
+        partial_window: how to handle a partial window at the end of an epoch. ``"average"``: step with the mean over
+            its micro-batches. ``"drop"``: discard it, without an effective step. ``"carry"``: continue it in the next
             epoch; at the end of the fit it is dropped. The last two need the mixin.
         accumulate_in_float32: sum the gradients of bf16 and fp16 parameters in float32, at the cost of one float32
             tensor per such parameter. In bf16 256 + 1 is 256: a long window loses small gradients.
         save_gradients: save the open window's gradients in checkpoints (one tensor per parameter that has one), so that
-            a resumed fit loses nothing. Without them the window continues with the micro-batches that are left.
+            a resumed fit loses nothing. Without them the window continues with its remaining micro-batches.
         sync_each_micro_batch: reduce gradients over the ranks after every micro-batch instead of once per window: less
             memory under sharding, more communication, the same update. Needs the mixin.
-        every: effective steps that each optimizer's own window spans, in their order, one of them 1. ``[4, 1]``: the
-            first one steps in every 4th, with the mean over all four, the second one in each. Needs the mixin.
+        every: effective steps per window of each optimizer, in their order, one of them 1. ``[4, 1]``: the first one
+            steps in every 4th, with the mean over all four; the second one steps in each. Needs the mixin.
 
     Raises:
         TypeError: a factor or start that is not an int, a mapping of names, or a ``weight_fn`` that is not callable.
         ValueError: an empty mapping, a factor below 1, a negative start, an unknown word; ``every`` without a 1.
-        MisconfigurationException: both or none of ``scheduling`` and ``effective_batch_size``; at fit start, the
-            Trainer's own factor, another scheduler, a strategy with its own accumulation, a closure optimizer, manual
-            optimization without the mixin, a loader without a ``batch_size``, an ``every`` of another length.
+        MisconfigurationException: both or neither of ``scheduling`` and ``effective_batch_size``; at fit start, a
+            factor in the Trainer, another scheduler, a strategy with its own accumulation, a closure optimizer, manual
+            optimization without the mixin, a loader without a ``batch_size``, an ``every`` of the wrong length.
 
     Example:
         >>> import lightning as L
@@ -119,18 +119,18 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         if stage != "fit":
             return
         if self.is_attached and not self.flags.are_hidden:
-            loop.remove_callback(trainer, self)  # left over from a fit of another module that failed
+            loop.remove_callback(trainer, self)  # left over from a failed fit of another module
             return
         refusals.refuse_at_setup(trainer, sync_each=self.sync_each_micro_batch)
         self._reset()
-        self.progress.load_state_dict(checkpoints.new_state(trainer, self.progress.every))  # stays, if no epoch is left
+        self.progress.load_state_dict(checkpoints.new_state(trainer, self.progress.every))  # kept if no epoch is left
         self._engine = Engine(trainer, pl_module, self.progress, self.gradients, self.flags, self)
         self._door = choose_door(self._engine, pl_module)
         self._placement.begin_fit(trainer, pl_module)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._placement.settle(trainer)  # again: BatchSizeFinder has come in between
+        self._placement.settle(trainer)  # again: BatchSizeFinder has run in between
         loop.forget_data(trainer)
         refusals.refuse_float32_over_ranks(trainer, self.gradients.in_float32)
         self._door.begin_fit(self._placement.schedule)
@@ -158,7 +158,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         if trainer.accumulate_grad_batches is not self.flags.written:
             hooks.pass_over(self, "on_train_batch_end", False)
             return
-        if self._restored is not None:  # by a finder inside the fit, which loads what it has saved before it ran
+        if self._restored is not None:  # a finder inside the fit loads the checkpoint that it saved before it ran
             self._restore(trainer)
         if self._engine.ranks.size > 1:
             refusals.refuse_unequal_ends(trainer)
@@ -206,7 +206,7 @@ class AccumulationScheduler(AssignableSchedule, Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # The open window stays, and so does an attached scheduler: OnExceptionCheckpoint saves after this hook.
         self._release(trainer, pl_module)
-        self._has_failed = not isinstance(exception, SIGTERM_EXCEPTIONS)  # that stops all ranks at the same place
+        self._has_failed = not isinstance(exception, SIGTERM_EXCEPTIONS)  # SIGTERM stops all ranks at the same place
 
     def _release(self, trainer: Trainer, module: LightningModule) -> None:
         self.flags.give_back(trainer)
@@ -214,13 +214,13 @@ class AccumulationScheduler(AssignableSchedule, Callback):
         self.gradients.release()
         self._door.release()
         hooks.unshadow_all(module, "on_validation_model_zero_grad", "configure_optimizers", "on_train_start")
-        for owner in (trainer.strategy, trainer.precision_plugin):
-            hooks.unshadow_all(owner, "backward", "block_backward_sync", "_after_closure")
+        for plugin in (trainer.strategy, trainer.precision_plugin):
+            hooks.unshadow_all(plugin, "backward", "block_backward_sync", "_after_closure")
 
     # Checkpoints
 
     def _restore(self, trainer: Trainer) -> State:
-        """Go on where the checkpoint was made; without one, where Lightning's own counter stands."""
+        """Continue from the checkpoint; without one, from Lightning's counter."""
         state, self._restored = self._restored or checkpoints.new_state(trainer, self.progress.every), None
         self.progress.load_state_dict(state)
         self._placement.resume(trainer, state["window"])
@@ -247,4 +247,4 @@ class AccumulationScheduler(AssignableSchedule, Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = checkpoints.upgrade(state_dict)
-        self.progress.load_state_dict(self._restored)  # now, for a fit that has no epoch left
+        self.progress.load_state_dict(self._restored)  # already here, for a fit that has no epoch left

@@ -1,4 +1,4 @@
-"""What the small callbacks share: they need a fit that accumulates, and undo at its end what they changed."""
+"""Base of the small callbacks: they need a fit that accumulates, and undo their changes at its end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AccumulationCallback(Callback):
         self._end_fit(trainer)
 
     def _begin_fit(self, trainer: Trainer) -> None:
-        """Prepare the fit; this one accumulates."""
+        """Prepare a fit that accumulates."""
 
     def _end_fit(self, trainer: Trainer) -> None:
-        """Undo what was changed for the fit; called at every end, also when there was no fit."""
+        """Undo changes made for the fit; called at every end, even without a fit."""

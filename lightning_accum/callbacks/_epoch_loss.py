@@ -1,4 +1,4 @@
-"""The mean loss of an epoch: of its windows, each with its weight."""
+"""The mean loss of an epoch, over its windows with their weights."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _AT_ONCE = 64
 
 
 class EpochLoss(MeanMetric):
-    """The weighted mean of the windows' losses, each of which is a mean over all ranks already.
+    """The weighted mean of the windows' losses, which are already means over all ranks.
 
-    Lightning's own mean of ``self.log("loss", step.loss, on_epoch=True)`` weighs each window by the size of the
+    Lightning's mean of ``self.log("loss", step.loss, on_epoch=True)`` weights each window by the size of the
     micro-batch that closed it.
     """
 
     def __init__(self) -> None:
         super().__init__(sync_on_compute=False)
-        self._added: list[tuple[Tensor, float | Tensor]] = []  # and not summed yet
+        self._added: list[tuple[Tensor, float | Tensor]] = []  # not summed yet
 
     def add(self, step: EffectiveStep) -> None:
-        """Add a window, on the device that its loss is on.
+        """Add a window, on its loss's device.
 
-        They are summed some at a time: what torchmetrics does around an update costs more than an optimizer step of a
-        small model. The first one at once, without which a metric counts as empty.
+        Windows are summed in groups: torchmetrics' work around an update costs more than an optimizer step of a small
+        model. The first one is summed at once, because a metric without an update counts as empty.
         """
         self._added.append((step.loss, step.weight))
         self._computed = None
@@ -39,22 +39,22 @@ class EpochLoss(MeanMetric):
             self.sum_added()
 
     def sum_added(self) -> None:
-        """Sum the windows that were added since the last time."""
+        """Sum the windows added since the last call."""
         if not self._added:
             return
         (loss, weight), *others = self._added
         self._added, device = [], loss.device
         if self.device != device:
             self.to(device)
-        if self.dtype != torch.float64 and device.type != "mps":  # which has no float64
+        if self.dtype != torch.float64 and device.type != "mps":  # MPS has no float64
             self.set_dtype(torch.float64)
         self.update(loss, weight)
-        for loss, weight in others:  # one after the other: a resumed fit, which sums others at once, rounds as this one
+        for loss, weight in others:  # one by one: a resumed fit groups them differently and must round the same way
             self._sum(loss, weight)
 
     @override
     def update(self, value: float | Tensor, weight: float | Tensor | None = None) -> None:
-        # Not MeanMetric's: it looks for NaN, so that the host would wait for the device in every window.
+        # MeanMetric's own looks for NaN, which makes the host wait for the device in every window.
         self._sum(value, 1.0 if weight is None else weight)
 
     def _sum(self, value: float | Tensor, weight: float | Tensor) -> None:
@@ -73,15 +73,15 @@ class EpochLoss(MeanMetric):
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps."""
+        """The sums to save in a checkpoint."""
         self.sum_added()
         return {"loss": self.mean_value.detach().cpu().clone(), "weight": self.weight.detach().cpu().clone()}
 
     @classmethod
     def from_sums(cls, sums: dict[str, Tensor]) -> EpochLoss:
-        """Go on from what a checkpoint kept."""
+        """Continue from the sums of a checkpoint."""
         metric = cls()
-        metric.update(0.0, 0.0)  # it is not empty
+        metric.update(0.0, 0.0)  # so that it does not count as empty
         metric.set_dtype(sums["loss"].dtype)
         metric.mean_value, metric.weight = sums["loss"].clone(), sums["weight"].clone()
         return metric

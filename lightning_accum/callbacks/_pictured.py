@@ -1,4 +1,4 @@
-"""A callback that keeps what all of the package's callbacks log, and draws it."""
+"""A callback that keeps what all callbacks of the package log, and draws it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class PicturedCallback(AccumulationCallback):
-    """Keeps the history of a fit in memory, at most some thousand numbers per metric.
+    """Keeps the history of a fit in memory, at most a thousand points per metric.
 
     Args:
-        gives_picture: whether loggers that take pictures get one at the fit's end.
+        gives_picture: whether loggers that accept figures receive one at the end of the fit.
     """
 
     def __init__(self, gives_picture: bool) -> None:
@@ -31,7 +31,7 @@ class PicturedCallback(AccumulationCallback):
     @override
     def _begin_fit(self, trainer: Trainer) -> None:
         if self.gives_picture:
-            require_matplotlib()  # now, and not when the fit is over
+            require_matplotlib()  # fail now, not when the fit is over
         if trainer.global_step == 0:
             self.history = History()
 
@@ -43,11 +43,11 @@ class PicturedCallback(AccumulationCallback):
             require_matplotlib().close(figure)
 
     def plot(self) -> tuple[Figure, list[Axes]]:
-        """Draw what was logged so far, over effective steps, one panel for each metric.
+        """Draw the metrics logged so far, over effective steps, one panel for each.
 
-        The points are those that the loggers got, one every ``Trainer(log_every_n_steps=...)`` effective steps, also
-        without a logger; of more than a thousand an even selection. Panels: loss, learning rate, effective batch,
-        gradient norm, skipped steps if there were any, and the noise scale if there is a `NoiseScaleMonitor`.
+        The points are those sent to the loggers, one every ``Trainer(log_every_n_steps=...)`` effective steps, also
+        without a logger; beyond a thousand, an even selection. Panels: loss, learning rate, effective batch, gradient
+        norm, skipped steps if there were any, and the noise scale if there is a `NoiseScaleMonitor`.
 
         Returns:
             The figure and its axes, one below the other.

@@ -1,4 +1,4 @@
-"""What was logged so far, kept small, and the picture of it."""
+"""The history of logged metrics, kept small, and its figure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PREFIX = "accumulation/"
-MAX_POINTS = 1000  # of one metric; a picture has fewer columns of pixels
-EVENTS = "skipped"  # 0 or 1 per step, of which only the 1 is kept
+MAX_POINTS = 1000  # per metric; a figure has fewer columns of pixels
+EVENTS = "skipped"  # 0 or 1 per step; only the 1s are kept
 WIDE = ("loss", "grad_norm", "noise_scale_at_least")  # may span orders of magnitude
-PANELS = {  # metric: what its axis says
+PANELS = {  # metric: label of its axis
     "loss": "loss\n(mean of a window)",
     "lr": "learning rate",
     "effective_batch_size": "effective batch\n(samples)",
@@ -29,14 +29,14 @@ PANELS = {  # metric: what its axis says
 
 
 class Series:
-    """The points of one metric over effective steps, thinned evenly where they become too many."""
+    """The points of one metric over effective steps, thinned evenly when there are too many."""
 
     def __init__(self) -> None:
         self.points: list[tuple[int, float]] = []
         self._every, self._seen = 1, 0
 
     def add(self, step: int, value: float) -> None:
-        """Add a point; its step is larger than those before."""
+        """Add a point; steps must increase."""
         if self._seen % self._every == 0:
             self.points.append((step, value))
         self._seen += 1
@@ -46,7 +46,7 @@ class Series:
 
 
 class History:
-    """Receives what callbacks log, as a logger does, and keeps it for `draw`."""
+    """Receives metrics from callbacks, as a logger does, and keeps them for `draw`."""
 
     def __init__(self) -> None:
         self.series: dict[str, Series] = {}
@@ -61,11 +61,11 @@ class History:
 
     @classmethod
     def read(cls, path: str | Path) -> History:
-        """Read what a CSVLogger has written; the rows of one step are several, each with some of the columns.
+        """Read a CSVLogger's file; one step may have several rows, each with some of the columns.
 
         Raises:
             FileNotFoundError: there is no ``metrics.csv``.
-            ValueError: it holds nothing that an AccumulationMonitor logs.
+            ValueError: it has no metrics of an AccumulationMonitor.
         """
         file = Path(path) / "metrics.csv" if Path(path).is_dir() else Path(path)
         history = cls()
@@ -81,7 +81,7 @@ class History:
         return history
 
     def draw(self) -> tuple[Figure, list[Axes]]:
-        """Draw one panel for each metric that there is, over effective steps."""
+        """Draw one panel for each metric with points, over effective steps."""
         panels = {name: label for name, label in PANELS.items() if self._of(name)}
         height = 0.7 + 1.4 * len(panels)
         figure, grid = require_matplotlib().subplots(
@@ -98,7 +98,7 @@ class History:
         return figure, axes
 
     def _of(self, name: str) -> dict[str, list[tuple[int, float]]]:
-        """The points of a metric, and of its twins for further optimizers, by suffix."""
+        """Return the points of a metric for each optimizer, by the suffix of its name."""
         twins = {other: series.points for other, series in self.series.items() if _base(other) == name}
         return {other.removeprefix(name): points for other, points in twins.items()}
 
@@ -107,10 +107,10 @@ class History:
         for suffix, points in per_optimizer.items():
             label = f"optimizer {suffix[1:] or 0}" if len(per_optimizer) > 1 else None
             steps, values = zip(*points, strict=True)
-            if name == EVENTS:  # from 0 on, and up to now
+            if name == EVENTS:  # from 0 to the latest step
                 steps, values = (0, *steps, self._last), (0, *accumulate(values), sum(values))
                 axis.step(steps, values, where="post", linewidth=1, label=label)
-            elif name == "effective_batch_size":  # an epoch's short last window stands out below
+            elif name == "effective_batch_size":  # an epoch's short last window stands out
                 axis.plot(steps, values, ".", markersize=3, label=label)
             else:
                 axis.plot(steps, values, ".-", markersize=3, linewidth=0.8, label=label)
@@ -128,7 +128,7 @@ def _base(name: str) -> str:
 
 
 def _scale(axis: Axes, values: list[float], *, is_wide: bool) -> None:
-    """Choose a logarithmic axis for what spans orders of magnitude, and plain numbers otherwise."""
+    """Choose a logarithmic axis for values that span orders of magnitude, and plain numbers otherwise."""
     if is_wide and min(values) > 0 and max(values) > 30 * min(values):
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter("{x:g}")
@@ -139,17 +139,17 @@ def _scale(axis: Axes, values: list[float], *, is_wide: bool) -> None:
 
 
 def plot_metrics(path: str | Path) -> tuple[Figure, list[Axes]]:
-    """Draw a run from the folder of its CSVLogger: what an `AccumulationMonitor` has logged, over effective steps.
+    """Draw a run from its CSVLogger's folder: the metrics of an `AccumulationMonitor`, over effective steps.
 
     Args:
-        path: the folder, as ``trainer.logger.log_dir``, or its ``metrics.csv``.
+        path: the folder, such as ``trainer.logger.log_dir``, or its ``metrics.csv``.
 
     Returns:
         The figure and its axes, one below the other.
 
     Raises:
         FileNotFoundError: there is no ``metrics.csv``.
-        ValueError: it holds nothing that an AccumulationMonitor logs.
+        ValueError: it has no metrics of an AccumulationMonitor.
         ModuleNotFoundError: matplotlib is not installed.
     """
     return History.read(path).draw()

@@ -1,4 +1,4 @@
-"""LearningRateScaler: the learning rate grows with the effective batch size."""
+"""LearningRateScaler: scales the learning rate with the effective batch size."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class LearningRateScaler(AccumulationCallback):
 
     The growth is the scheduled effective batch size divided by the one at epoch and step 0. A partial window does not
     change it, and a resumed fit starts from the same first batch size. Only the optimizer step sees the scaled rate: LR
-    schedulers, LearningRateMonitor and checkpoints keep the user's own, so any LR schedule can be scaled. All parameter
-    groups of all optimizers are scaled; momentum, betas and weight decay are not.
+    schedulers, LearningRateMonitor and checkpoints see the unscaled one, so any LR schedule can be scaled. All
+    parameter groups of all optimizers are scaled; momentum, betas and weight decay are not.
 
-    Where a step metric is due it logs ``accumulation/lr``, the rate that the first optimizer's first parameter group
-    really stepped with, at the same x as ``self.log``. A skipped step logs none.
+    When step metrics are due it logs ``accumulation/lr``, the rate that the first optimizer's first parameter group
+    actually stepped with, at the same x as ``self.log``. A skipped step logs none.
 
     Args:
         rule: ``"linear"``: the rate times the growth. For SGD with a warm-up, up to the batch size at which gradient
             noise no longer matters. ``"sqrt"``: the rate times the square root of the growth. For Adam and its
             variants; the paper also scales betas and epsilon (``1 - beta`` times the growth, epsilon divided by its
-            root), which is left to the user.
+            root), which is up to you.
 
     Raises:
         ValueError: an unknown rule.
         MisconfigurationException: at fit start, if there is neither an AccumulationScheduler nor an AccumulationMixin,
-            or an optimizer around whose step torch calls no hooks.
+            or an optimizer without step hooks.
 
     Example:
         >>> import lightning as L
@@ -57,7 +57,7 @@ class LearningRateScaler(AccumulationCallback):
         Algorithms, 2022, https://arxiv.org/abs/2205.10287
     """
 
-    logs_learning_rate = True  # AccumulationMonitor would log the user's own under the same name
+    logs_learning_rate = True  # AccumulationMonitor would log the unscaled rate under the same name
 
     def __init__(self, rule: Rule) -> None:
         one_of(rule, f"LearningRateScaler(rule={rule!r})", Rule)
@@ -73,7 +73,7 @@ class LearningRateScaler(AccumulationCallback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        if [*map(id, trainer.optimizers)] != [*map(id, self._watched)]:  # they may be made anew in the middle of a fit
+        if [*map(id, trainer.optimizers)] != [*map(id, self._watched)]:  # they may be replaced during a fit
             self._follow(trainer)
 
     def _follow(self, trainer: Trainer) -> None:
@@ -88,8 +88,8 @@ class LearningRateScaler(AccumulationCallback):
         for optimizer in trainer.optimizers:
             if not takes_step_hooks(optimizer):
                 raise MisconfigurationException(
-                    f"`LearningRateScaler` cannot scale {type(optimizer).__name__}, around whose step torch calls no"
-                    " hooks: derive it from `torch.optim.Optimizer`, and call `super().__init__` in its constructor."
+                    f"`LearningRateScaler` cannot scale {type(optimizer).__name__}: torch calls no hooks around its"
+                    " step. Derive it from `torch.optim.Optimizer`, and call `super().__init__` in its constructor."
                 )
             # A step that a GradScaler skips runs neither of the two hooks; every other step runs both.
             self._handles.append(optimizer.register_step_pre_hook(scale))
@@ -98,7 +98,7 @@ class LearningRateScaler(AccumulationCallback):
     def _scale(self, optimizer: Optimizer, factor: float) -> None:
         self._own_rates[optimizer] = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor  # not in place: LR schedulers write into the user's own tensor
+            group["lr"] = group["lr"] * factor  # not in place: LR schedulers write into the user's tensor
 
     def _restore(self, optimizer: Optimizer, *_: object) -> None:
         for group, rate in zip(optimizer.param_groups, self._own_rates.pop(optimizer), strict=True):

@@ -1,4 +1,4 @@
-"""AccumulationMonitor: the accumulation plan as a table, and its figures in the loggers and the progress bar."""
+"""AccumulationMonitor: the accumulation plan as a table, and metrics in the loggers and the progress bar."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _TITLE = "Accumulation plan"
 
 
 class AccumulationMonitor(PicturedCallback):
-    """Shows the accumulation plan at fit start and logs the figures of each effective step.
+    """Shows the accumulation plan at fit start and logs the metrics of effective steps.
 
-    Once per effective step, where ``Trainer(log_every_n_steps=...)`` makes one due, it writes to the Trainer's loggers,
-    at the same x as ``self.log``:
+    Every ``Trainer(log_every_n_steps=...)`` effective steps it writes to the Trainer's loggers, at the same x as
+    ``self.log``:
 
     - ``accumulation/factor``: the scheduled accumulation factor;
     - ``accumulation/effective_batch_size``: samples in this window, on all ranks (a partial window holds fewer); this
@@ -38,19 +38,19 @@ class AccumulationMonitor(PicturedCallback):
     - ``accumulation/effective_step``: windows closed so far, this one included;
     - ``accumulation/samples``: samples seen so far, on all ranks;
     - ``accumulation/loss``: the window's weighted mean loss; ``accumulation/grad_norm``: the norm of its gradient
-      before any clip; ``accumulation/skipped``: 1 if the step moved no weights, else 0. With several optimizers the
-      second one's are ``accumulation/loss-1`` and so on;
+      before any clip; ``accumulation/skipped``: 1 if the step changed no weights, else 0. For a second optimizer they
+      are ``accumulation/loss-1`` and so on;
     - ``accumulation/lr``: the learning rate of this step, of the first optimizer's first parameter group; a
       `LearningRateScaler` logs it instead, if there is one.
 
-    At each epoch's end it logs ``accumulation/epoch_loss``: the mean of the epoch's windows, each with its weight, also
-    in a resumed fit. ModelCheckpoint and EarlyStopping can monitor it.
+    At each epoch's end it logs ``accumulation/epoch_loss``: the weighted mean over the epoch's windows, also in a
+    resumed fit. ModelCheckpoint and EarlyStopping can monitor it.
 
     Args:
-        prog_bar: whether the progress bar shows ``effective_step`` (windows closed so far) and ``micro_batch``, as 3/4
-            for the third one of a window of four.
-        plot: whether TensorBoard's and W&B's loggers get the picture of `plot` at the fit's end. Needs matplotlib, the
-            extra ``plot``.
+        prog_bar: whether the progress bar shows ``effective_step`` (windows closed so far) and ``micro_batch``, such as
+            3/4 for the third one in a window of four.
+        plot: whether TensorBoard's and W&B's loggers receive the figure of `plot` at the end of the fit. Needs
+            matplotlib, the extra ``plot``.
 
     Raises:
         ModuleNotFoundError: with ``plot=True`` at fit start, if matplotlib is not installed.
@@ -62,15 +62,15 @@ class AccumulationMonitor(PicturedCallback):
         >>> trainer = L.Trainer(callbacks=callbacks, logger=False, enable_checkpointing=False)
     """
 
-    shows_plan = True  # the scheduler then leaves out its line at fit start
+    shows_plan = True  # the scheduler then omits its line at fit start
 
     def __init__(self, prog_bar: bool = False, plot: bool = False) -> None:
         super().__init__(plot)
         self.prog_bar = prog_bar
-        self._samples, self._epoch = 0, Epoch(0)  # the latter in the present epoch, whose loader does not change
+        self._samples, self._epoch = 0, Epoch(0)  # the current epoch, during which the loader does not change
         self._place = [0, -1]  # epoch and index of the last micro-batch in `_samples`
         self._last_index = -1
-        self._lrs: dict[int, float | Tensor] = {}  # the window that the first optimizer stepped in last: its rate
+        self._lrs: dict[int, float | Tensor] = {}  # the last window in which the first optimizer stepped: its rate
         self._epoch_losses: dict[int, EpochLoss] = {}  # by the optimizer's position
 
     @override
@@ -97,7 +97,7 @@ class AccumulationMonitor(PicturedCallback):
         # Not in `on_effective_step_end`: a checkpoint may be saved earlier, and a window of weight 0 is not reported.
         place = [trainer.current_epoch, batch_idx]
         if self._place[0] != place[0]:
-            self._epoch_losses = {}  # not where an epoch starts: a fit that resumes at one's end skips that hook
+            self._epoch_losses = {}  # not in `on_train_epoch_start`: a fit resumed at an epoch's end skips that hook
         if place != self._place:  # a fit that resumes after an error may repeat its last micro-batch
             self._samples += self._epoch.between(batch_idx, batch_idx + 1) or 0
             self._place = place
@@ -109,7 +109,7 @@ class AccumulationMonitor(PicturedCallback):
             self._lrs = {current_window(trainer).index: optimizer.param_groups[0]["lr"]}
 
     def on_effective_step_end(self, trainer: Trainer, pl_module: LightningModule, step: EffectiveStep) -> None:
-        """Log the window's figures."""
+        """Log the window's metrics."""
         if step.optimizer_idx not in self._epoch_losses:
             self._epoch_losses[step.optimizer_idx] = EpochLoss()
         self._epoch_losses[step.optimizer_idx].add(step)
@@ -145,11 +145,11 @@ class AccumulationMonitor(PicturedCallback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         window = current_window(trainer)
         if window.ends_with_epoch and window.closed_at is None and not pl_module.automatic_optimization:
-            for index in range(len(trainer.optimizers)):  # the mixin steps with it in a later callback's hook
+            for index in range(len(trainer.optimizers)):  # the mixin closes the window in a later callback's hook
                 self._epoch_losses.setdefault(index, EpochLoss())
         for index, metric in self._epoch_losses.items():
             name = f"accumulation/epoch_loss{_suffix(index)}"
-            # The metric, not its value: it is computed when all hooks of the epoch's end have run.
+            # The metric, not its value: it is computed after all hooks of the epoch's end have run.
             pl_module.log(name, metric, on_step=False, on_epoch=True, metric_attribute=name, batch_size=1)
 
     @override
@@ -175,9 +175,9 @@ def _suffix(optimizer_idx: int) -> str:
 
 
 def show_in_bar(bar: ProgressBar) -> None:
-    """Add the effective step and the micro-batch's place in its window to what a progress bar shows.
+    """Add the effective step and the micro-batch's place in its window to a progress bar.
 
-    Not by ``self.log``, which takes only numbers and shows 10 as 10.00.
+    Not by ``self.log``, which accepts only numbers and shows 10 as 10.00.
     """
     own = bar.get_metrics
 

@@ -1,4 +1,4 @@
-"""The gradient noise scale from gradient norms: an estimator of tensors, which knows nothing of a fit."""
+"""The gradient noise scale from gradient norms: an estimator on tensors, independent of a fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_accum.gradients.buffers import Weight
 
-MIN_WINDOWS = 10  # before that the standard error is too uncertain itself: of 2 windows the bound holds in 83 % of fits
+MIN_WINDOWS = 10  # with fewer the standard error itself is too uncertain: with 2 the bound holds in 83 % of fits
 
 
 class WindowNoise(NamedTuple):
@@ -18,7 +18,7 @@ class WindowNoise(NamedTuple):
     Args:
         noise: S, an unbiased estimate of ``tr(Sigma)``, where ``Sigma / weight`` is the covariance of a contribution's
             gradient: per unit of weight.
-        signal: G2, an unbiased estimate of ``|gradient|^2`` without noise; often negative where the noise is large.
+        signal: G2, an unbiased estimate of ``|gradient|^2`` without noise; often negative if the noise is large.
     """
 
     noise: Tensor
@@ -45,14 +45,14 @@ class WindowNoise(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What is known after some windows; read back from the device.
+    """The averages over the windows so far, read back from the device.
 
     Args:
         noise: average of S.
         signal: average of G2.
         error: standard error of ``signal``; inf for a single window.
         samples_per_weight: samples that a unit of weight stands for.
-        windows: how many were measured.
+        windows: number of measured windows.
         batch: samples in a window, on average.
     """
 
@@ -65,7 +65,7 @@ class Figures(NamedTuple):
 
     @property
     def at_least(self) -> float | None:
-        """The lower bound of the noise scale, in samples; None if it cannot be told."""
+        """The lower bound of the noise scale, in samples; None if there is no reliable bound."""
         highest = self.signal + 2 * self.error
         return self._in_samples(highest) if self.windows >= MIN_WINDOWS and highest > 0 else None
 
@@ -82,7 +82,7 @@ class Figures(NamedTuple):
 class NoiseEstimate:
     """Exponential moving averages of S and G2; their ratio is the noise scale. Ratios are never averaged.
 
-    The averages stay on the device. Their bias towards the 0 that they begin with is the same and cancels.
+    The averages stay on the device. Their bias towards their initial value 0 is the same and cancels.
 
     Args:
         decay: of the averages, per window.
@@ -99,10 +99,10 @@ class NoiseEstimate:
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
-        self.sums = torch.zeros(6, dtype=torch.float64)  # of S, G2, G2 squared, weight, samples; windows so far
+        self.sums = torch.zeros(6, dtype=torch.float64)  # S, G2, G2 squared, weight, samples; windows so far
 
     def add(self, window: WindowNoise, weight: float, samples: float, counts: Tensor | bool) -> None:
-        """Add a window; a tensor that says whether it counts is not read back."""
+        """Add a window; ``counts``: whether it counts, which is not read back if it is a tensor."""
         device, dtype = window.signal.device, window.signal.dtype
         sums = self.sums.to(device, dtype)
         held = torch.tensor([weight, samples], device=device, dtype=dtype)
@@ -112,13 +112,13 @@ class NoiseEstimate:
         self.sums = torch.where(torch.as_tensor(counts, device=device), added, sums)
 
     def read(self) -> Figures | None:
-        """Read the averages back, by one transfer; None without a window."""
+        """Read the averages back in one transfer; None without a window."""
         noise, signal, squares, weight, samples, windows = self.sums.tolist()
         if windows == 0:
             return None
         weighed = 1 - self.decay**windows  # the sum of the averages' weights
         noise, signal, squares, weight, samples = (x / weighed for x in (noise, signal, squares, weight, samples))
-        # As many equally weighed windows have the same error. Minus 1, since the spread is around their own average.
+        # This many equally weighted windows have the same error. Minus 1, since the spread is around their average.
         equal = (1 + self.decay) / (1 - self.decay) * weighed / (2 - weighed)
         spread = max(squares - signal * signal, 0.0)
         error = (spread / (equal - 1)) ** 0.5 if windows > 1 else float("inf")
@@ -126,14 +126,14 @@ class NoiseEstimate:
 
 
 def advice(figures: Figures, steps: int, unit: str) -> str:
-    """Return what to make of the figures, in one line.
+    """Return one line that interprets the figures.
 
     By McCandlish's model a batch of size B needs ``1 + noise_scale / B`` times as many steps as an infinite one, and
     ``1 + B / noise_scale`` times as many samples as a tiny one.
 
     Args:
         figures: at the end of a fit.
-        steps: effective steps that the averages look back on.
+        steps: effective steps that the averages cover.
         unit: of the sizes.
 
     Example:
@@ -163,11 +163,11 @@ def advice(figures: Figures, steps: int, unit: str) -> str:
 
 
 def _doubled(batch: float, noise_scale: float) -> tuple[float, float]:
-    """Return by which share a batch twice as large needs more samples, and fewer steps, for the same progress."""
+    """Return how many more samples, and fewer steps, a batch twice as large needs for the same progress, as shares."""
     size = batch / noise_scale
     return size / (1 + size), 0.5 / (1 + size)
 
 
 def _plain(number: float) -> str:
-    """Write a number with two digits that matter, and never as 1.2e+04."""
+    """Write a number with two significant digits, and never as 1.2e+04."""
     return f"{number:.1f}" if number < 10 else f"{float(f'{number:.2g}') if number >= 1000 else number:.0f}"

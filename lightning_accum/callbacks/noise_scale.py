@@ -1,4 +1,4 @@
-"""NoiseScaleMonitor: how large an effective batch would still pay, from the gradients that accumulation computes."""
+"""NoiseScaleMonitor: up to which effective batch size a larger one pays, from the micro-batches' gradients."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _TITLE = "gradient noise scale"
 _OBSTACLES = {
     "several losses": "`accumulate` was called for it more than once in a `training_step`; two losses of one"
     " micro-batch are not two samples of one gradient",
-    "several backwards": "a parameter got its gradient in parts, by several backward passes of one loss"
+    "several backwards": "a parameter got its gradient in parts, from several backward passes of one loss"
     " (reentrant checkpointing of a shared parameter)",
-    "one micro-batch": "it holds one micro-batch, and it takes two; give a factor above 1, or use `accumulate_split`",
+    "one micro-batch": "it has one micro-batch and needs two; set a factor above 1, or use `accumulate_split`",
 }
 
 
 class NoiseScaleMonitor(AccumulationCallback):
-    """Estimates the gradient noise scale: up to about which effective batch size a larger one pays.
+    """Estimates the gradient noise scale: roughly up to which effective batch size a larger one pays.
 
     The noise scale is ``tr(Sigma) / |G|^2``: the variance of a single sample's gradient over the squared norm of the
-    true gradient, in samples. Well below it, a doubled batch needs about half the steps; well above it, about as many.
+    true gradient, in samples. Well below it, doubling the batch halves the steps; well above it, it saves almost none.
     It is estimated from the gradients of a window's micro-batches (on all ranks, with their weights) and of the whole
     window. Read it as an order of magnitude: it is derived for SGD, and it grows during training.
 
-    Where a step metric is due (``Trainer(log_every_n_steps=...)``) after windows that were measured, it logs, at the
-    same x as ``self.log``, and with the suffix ``-1`` for a second optimizer:
+    When step metrics are due (``Trainer(log_every_n_steps=...)``) and windows were measured, it logs, at the same x as
+    ``self.log``, and with the suffix ``-1`` for a second optimizer:
 
     - ``accumulation/noise_scale_at_least``: its lower bound (two standard errors), in samples. From the tenth measured
       window on;
@@ -50,14 +50,14 @@ class NoiseScaleMonitor(AccumulationCallback):
     - ``accumulation/gradient_noise``, ``accumulation/gradient_signal``: the averages of ``tr(Sigma)``, per unit of
       weight, and of ``|G|^2``.
 
-    Where the loader's batch size is unknown, units of weight stand for samples. At the end of a fit one line says what
-    to make of it. Not measured are windows with fewer than two contributions, skipped ones, and those that a resumed
-    fit goes on with. A measured window costs one norm per parameter and micro-batch, and nothing is read back; other
-    windows cost nothing. The averages are kept in checkpoints.
+    If the loader's batch size is unknown, units of weight replace samples. At the end of a fit it logs one line that
+    interprets the figures. It does not measure windows with fewer than two contributions, skipped ones, and those that
+    a resumed fit continues. A measured window costs one norm per parameter and micro-batch, without a read from the
+    device; other windows cost nothing. The averages are saved in checkpoints.
 
     Args:
         every_n_steps: effective steps from one measured window to the next.
-        decay: of the averages, per measured window. With less than 0.99 the bound is lower, and the value shown rarer.
+        decay: of the averages, per measured window. Below 0.99 the bound is lower, and the value is logged less often.
 
     Raises:
         TypeError: ``every_n_steps`` is not an int.
@@ -157,10 +157,10 @@ class NoiseScaleMonitor(AccumulationCallback):
             counts = (broken == 0) & (contributions > 1)
         if counts is False or measured.total is None:  # known without a read
             return
-        weight = float(step.weight)  # a number already: the step has needed it
+        weight = float(step.weight)  # already a number: the step needed it
         window = WindowNoise.of(weighted, measured.total, weight, contributions)
         ready, batch = loop.ready_batches(trainer), loop.all_batches(trainer)
-        # With `every` the optimizer's own window may have opened before.
+        # With `every` the optimizer's own window may have opened earlier.
         opened_at = min(current_window(trainer).opened_at, ready - 1 - (batch - (measured.first or batch)))
         in_window = samples(trainer, opened_at, ready)
         estimate = self._estimates.setdefault(step.optimizer_idx, NoiseEstimate(self.decay))
@@ -172,7 +172,7 @@ class NoiseScaleMonitor(AccumulationCallback):
             self._warned.add(measured.obstacle)
             rank_zero_warn(
                 f"NoiseScaleMonitor: a window of optimizer {optimizer_idx} was not measured, because"
-                f" {_OBSTACLES[measured.obstacle]}. Others like it are left out, too."
+                f" {_OBSTACLES[measured.obstacle]}. Further windows like it are not measured either."
             )
 
     @override
@@ -185,8 +185,8 @@ class NoiseScaleMonitor(AccumulationCallback):
     def _advice(self, figures: Figures | None, unit: str) -> str:
         if figures is None:
             return (
-                "no window was measured. It needs two micro-batches with a weight, or two ranks, and a full window;"
-                f" every {self.every_n_steps}th is measured."
+                "no window was measured. A window needs two micro-batches with a weight, or two ranks, and no resume"
+                f" inside it; every {self.every_n_steps}th one is measured."
             )
         steps = round(min(figures.windows, 1 / (1 - self.decay))) * self.every_n_steps
         return advice(figures, steps, unit)
@@ -225,13 +225,13 @@ def _metrics(figures: Figures | None, optimizer_idx: int) -> dict[str, float]:
 
 
 def _refuse(trainer: Trainer, module: LightningModule) -> None:
-    """Raise at fit start where no window can be measured."""
+    """Raise at fit start if no window can be measured."""
     if is_sharded(trainer) or any(hasattr(parameter, "to_local") for parameter in module.parameters()):
         raise MisconfigurationException(
             "`NoiseScaleMonitor()` with sharded parameters: no rank sees a micro-batch's whole gradient. Leave the"
             " callback out, or use it in a smaller run with DDP: the noise scale depends little on the model's size."
         )
-    # Under the mixin `accumulate_split` makes several micro-batches of one.
+    # Under the mixin `accumulate_split` splits one micro-batch into several.
     if module.automatic_optimization and _has_single_gradients(trainer):
         raise MisconfigurationException(
             "`NoiseScaleMonitor()` with factor 1 in one process: a window needs two micro-batches, or two ranks. Give"

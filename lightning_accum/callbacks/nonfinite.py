@@ -1,4 +1,4 @@
-"""NonFiniteGuard: no optimizer step is taken with a gradient that is inf or NaN."""
+"""NonFiniteGuard: prevents optimizer steps with a gradient that is inf or NaN."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NAMED = 5  # parameters in an error, at most
 
 
 class NonFiniteGuard(AccumulationCallback):
-    """Raises on, or skips, a window whose gradient is inf or NaN, where no GradScaler does.
+    """Raises on, or skips, a window whose gradient is inf or NaN, unless a GradScaler does.
 
     It checks the whole window's gradient, once per effective step and optimizer, before it is clipped. An active
     GradScaler (16-mixed) skips such steps itself; the guard then does nothing. A check reads one number from the
@@ -33,8 +33,8 @@ class NonFiniteGuard(AccumulationCallback):
     Args:
         policy: ``"raise"`` ends the fit with an error that names the parameters. ``"skip"`` drops the gradients:
             weights (weight decay included) and momentum do not change, the window counts in ``skipped_steps``, its
-            ``EffectiveStep.skipped`` is True, and the next window starts from zero. LR schedulers do not advance on a
-            skipped window under the mixin; in automatic optimization Lightning advances them.
+            ``EffectiveStep.skipped`` is True, and the next window starts from zero. Under the mixin LR schedulers do
+            not advance on a skipped window; in automatic optimization Lightning advances them.
 
     Raises:
         ValueError: an unknown policy.

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class ValidateEveryNSteps(AccumulationCallback):
     """Validates after every ``n`` effective steps, at window ends, counted over the whole training.
 
-    ``Trainer(val_check_interval=...)`` counts micro-batches: it falls inside windows, and its distance in effective
-    steps varies with the factor and with partial windows. This callback counts effective steps (closed windows, skipped
+    ``Trainer(val_check_interval=...)`` counts micro-batches: validation falls inside windows, and its interval in
+    effective steps varies with the factor and with partial windows. This callback counts them (closed windows, skipped
     ones included) across epochs, changes of the factor and resumed fits. It replaces the validation at the end of an
     epoch. ModelCheckpoint and EarlyStopping act after each validation. It does nothing in a fit without validation or
     with ``fast_dev_run``.
@@ -95,35 +95,35 @@ class ValidateEveryNSteps(AccumulationCallback):
 
 
 class WhereDue(int):
-    """``trainer.check_val_every_n_epoch`` while a fit runs: ``epochs % it`` is 0 where a validation is due.
+    """``trainer.check_val_every_n_epoch`` while a fit runs: ``epochs % it`` is 0 when a validation is due.
 
     Lightning evaluates that after every micro-batch, before any other condition of validation; ModelCheckpoint does
     too. Everything else sees the int 0, which no check takes for a validation at the end of an epoch. It has no state:
-    in a resumed fit it answers as in the fit that saved the checkpoint.
+    a resumed fit gets the same results as the fit that saved the checkpoint.
     """
 
     _trainer: Trainer
     _n: int
 
     def __new__(cls, trainer: Trainer, n: int) -> WhereDue:
-        """Create the int with the Trainer whose window it reads."""
+        """Create the int; it reads the Trainer's current window."""
         self = super().__new__(cls, 0)
         self._trainer, self._n = trainer, n
         return self
 
     def __getnewargs__(self) -> tuple[Trainer, int]:  # type: ignore[override]  # int's own has one argument
-        """Return the arguments with which `copy` and `pickle` call ``__new__``."""
+        """Return the arguments that `copy` and `pickle` pass to ``__new__``."""
         return self._trainer, self._n
 
     def __rmod__(self, epochs: int) -> int:
-        """Return 0 where a validation is due."""
+        """Return 0 when a validation is due."""
         return self.effective_step % self._n if self.effective_step else 1
 
     @property
     def effective_step(self) -> int:
         """Windows closed so far, if the current micro-batch closed one; otherwise 0."""
         window, ready = current_window(self._trainer), loop.ready_batches(self._trainer)
-        # The fit was resumed between two windows: the next one is announced, and the loop first asks about the last.
+        # A fit resumed between two windows: the next one is announced, but the loop first checks for the last one.
         if ready == window.opened_at:
             return window.index
         # A closed window stays until the next one opens. If the loader gives None in between, `ready` moves on.
@@ -136,5 +136,5 @@ def _refuse_second_interval(trainer: Trainer, n: int) -> None:
         raise MisconfigurationException(
             f"`Trainer(val_check_interval={interval!r}, check_val_every_n_epoch={epochs!r})` and"
             f" `ValidateEveryNSteps({n})` both say when to validate. Keep one of them: remove the callback, or leave"
-            " the Trainer's two arguments out."
+            " out the Trainer's two arguments."
         )

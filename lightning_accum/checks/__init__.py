@@ -1,1 +1,1 @@
-"""Errors, warnings and log lines about settings and arguments. Nothing here changes anything."""
+"""Errors, warnings and log lines about settings and arguments. Nothing here has side effects."""

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 def check_loss(loss: object, given: str = "accumulate(loss)") -> None:
-    """Raise unless the loss is a scalar tensor with a graph; ``given`` is the user's code that gave it."""
+    """Raise unless the loss is a scalar tensor with a graph; ``given``: the user's code it comes from."""
     if not isinstance(loss, Tensor):
         raise TypeError(f"`{given}`: the loss must be a tensor of shape (), or None, got {loss!r}.")
     if loss.dim() != 0:
         raise ValueError(
             f"`{given}`: the loss must be a scalar of shape (), got {tuple(loss.shape)}. Take its mean, and"
-            " give the number of items in the mean as `weight`."
+            " pass the number of items in the mean as `weight`."
         )
     if not loss.requires_grad:
         raise RuntimeError(
             f"`{given}`: the loss has no graph to run backward through. Was it detached, or computed under"
-            " `torch.no_grad`? To contribute nothing, give None."
+            " `torch.no_grad`? To contribute nothing, pass None."
         )
 
 
@@ -47,14 +47,14 @@ def check_weight_fn(weight_fn: object) -> None:
 
 
 def check_options(partial_window: object, weight_fn: object, every: object) -> None:
-    """Raise unless these options of AccumulationScheduler are what they accept."""
+    """Raise unless these options of AccumulationScheduler have accepted values."""
     refuse_unknown("partial_window", partial_window, PartialWindow)
     check_weight_fn(weight_fn)
     check_every(every)
 
 
 def check_bools(**options: object) -> None:
-    """Raise TypeError unless these options of AccumulationScheduler are True or False: any word is true."""
+    """Raise TypeError unless these options of AccumulationScheduler are True or False: any string would be true."""
     for name, value in options.items():
         if not isinstance(value, bool):
             raise TypeError(f"`AccumulationScheduler({name}={value!r})`: must be True or False.")
@@ -73,13 +73,13 @@ def check_split(size: object, batch_dim: int, method: str = "accumulate_split") 
 
 
 def check_function(function: object, method: str, name: str, example: str) -> None:
-    """Raise TypeError unless a function that the user gave can be called.
+    """Raise TypeError unless a user's function is callable.
 
     Args:
-        function: what was given.
+        function: the argument's value.
         method: the user's call.
         name: the argument.
-        example: what it does, with code.
+        example: from what to what, with an example in code.
     """
     if not callable(function):
         given = f"a tensor of shape {tuple(function.shape)}" if isinstance(function, Tensor) else repr(function)
@@ -87,7 +87,7 @@ def check_function(function: object, method: str, name: str, example: str) -> No
 
 
 def loss_and_weight(given: object) -> tuple[Tensor | None, float | Tensor | None]:
-    """Return what a ``loss_fn`` returned as (loss, weight); a weight of None was not given."""
+    """Return the result of a ``loss_fn`` as (loss, weight); the weight is None if it returned none."""
     pair = given if isinstance(given, tuple) else (given, None)
     if len(pair) != 2:
         raise ValueError(
@@ -97,13 +97,13 @@ def loss_and_weight(given: object) -> tuple[Tensor | None, float | Tensor | None
 
 
 def check_more(more: object) -> None:
-    """Raise TypeError unless ``more`` is a bool: any word is true."""
+    """Raise TypeError unless ``more`` is a bool: any string would be true."""
     if not isinstance(more, bool):
         raise TypeError(f"`accumulate(loss, more={more!r})`: must be True or False.")
 
 
 def check_total_weight(total: float) -> None:
-    """Raise if a window's weights, some of which were not read before, add up to no number of items."""
+    """Raise if a window's weights, some of which were not read before, do not add up to a number of items."""
     if not 0 <= total < math.inf:
         raise ValueError(
             f"The weights of an accumulation window add up to {total}: each `weight` must be finite and >= 0, the"
@@ -112,7 +112,7 @@ def check_total_weight(total: float) -> None:
 
 
 def check_clip(trainer: Trainer, value: object, algorithm: object) -> None:
-    """Raise as Lightning does for a clip of another value or kind than the Trainer's, or of none that exists."""
+    """Raise as Lightning does if a clip's value or algorithm is unknown, or differs from the Trainer's."""
     own_value, own_algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
     if not isinstance(value, int | float | None) or isinstance(value, bool):
         raise TypeError(f"`clip_gradients(gradient_clip_val={value!r})`: must be an int, a float or None.")
@@ -136,12 +136,12 @@ def check_clip(trainer: Trainer, value: object, algorithm: object) -> None:
 def check_no_gradients(
     optimizer: Optimizer, module: nn.Module | None = None, left: LeftGradients | None = None, index: int = 0
 ) -> None:
-    """Raise if an empty window has gradients: something else than `accumulate` computed them.
+    """Raise if an empty window has gradients: `accumulate` did not compute them.
 
     Args:
-        optimizer: whose window it is.
-        module: that has the names of the parameters.
-        left: what was there before; None: nothing.
+        optimizer: the window's optimizer.
+        module: for the parameters' names.
+        left: gradients that were there before; None if there were none.
         index: the optimizer's position.
     """
     foreign = (left or LeftGradients()).foreign(index, optimizer)
@@ -152,8 +152,8 @@ def check_no_gradients(
             " window's weights and scale. Possible causes: `loss.backward()` or `manual_backward` was called by hand:"
             " pass the loss to `self.accumulate(loss)` instead; of several losses in one `training_step` pass the sum:"
             " `self.accumulate(loss_1 + loss_2)`; k calls, all but the last with `more=True`, are a mean of k losses."
-            " A loss of another kind ran backward through it (a penalty, a metric): use `torch.autograd.grad`. A hook"
-            " or a callback has written to `.grad` between two windows."
+            " Another computation ran backward through it (a penalty, a metric): use `torch.autograd.grad`. A hook or"
+            " a callback wrote to `.grad` between two windows."
         )
 
 
@@ -171,32 +171,32 @@ def gradients_are_gone() -> RuntimeError:
     """Return the error for an open window that has lost its gradients, to None or to zeros."""
     return RuntimeError(
         "The gradients of an open accumulation window are gone: `zero_grad()` was called by hand, or a hook set"
-        " them to None. Remove that call: they are zeroed when the window has closed."
+        " them to None. Remove that call: the gradients are zeroed after the window closes."
     )
 
 
 def is_on_host(weight: Tensor) -> bool:
-    """Whether a tensor weight can be read without waiting for a device."""
+    """Return whether a tensor weight can be read without waiting for a device."""
     return weight.is_cpu
 
 
 def as_weight(weight: object, device: torch.device, name: str = "weight") -> float | Tensor:
-    """Check and normalise a weight that a user gave.
+    """Check and normalise a user's weight.
 
     Args:
         weight: items in the micro-batch (samples, unmasked tokens): int, float, or a tensor of shape ``()``.
-        device: where a tensor weight is needed.
+        device: the loss's.
         name: the argument, for errors.
 
     Returns:
-        A float, also of a CPU tensor, whose read waits for no device; or the tensor of another device, detached and on
-        the loss's device, in float64 where that has it.
+        A float, also for a CPU tensor, whose read waits for no device; for a tensor on another device that tensor,
+        detached and on the loss's device, in float64 if the device supports it.
 
     Raises:
         TypeError: not a number.
         ValueError: negative or not finite (a number, or a CPU tensor), or a tensor that is not of shape ``()``.
     """
-    if type(weight) in (int, float) and 0 <= weight < 1e300:  # type: ignore[operator] # most weights, at once
+    if type(weight) in (int, float) and 0 <= weight < 1e300:  # type: ignore[operator] # the usual weights, early
         return float(weight)  # type: ignore[arg-type]
     if isinstance(weight, Tensor):
         if weight.is_complex():

@@ -1,4 +1,4 @@
-"""Warnings about what a hand-written loop leaves behind in a module that gets the mixin."""
+"""Warnings about remains of a hand-written loop in a module with the mixin."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ def warn_of_lost_losses(by_hand: bool) -> None:
     rank_zero_warn(
         "`training_step` never called `self.accumulate(loss)` and steps its optimizer by hand: nothing is accumulated,"
         " and no effective step is counted. Call `self.accumulate(loss)` instead of `manual_backward`, `step` and"
-        " `zero_grad`; or leave AccumulationMixin out."
+        " `zero_grad`; or remove AccumulationMixin."
         if by_hand
         else "`training_step` returned a loss and never called `self.accumulate(loss)`: under AccumulationMixin"
-        " nothing is learned from it. Call it; to contribute nothing return None."
+        " nothing is learned from it. Call it, or return None to contribute nothing."
     )
 
 
 def warn_of_clip_by_hand() -> None:
-    """Warn about a clip of a window that is not complete."""
+    """Warn about a clip outside `configure_gradient_clipping`, before a window is complete or after its step."""
     advise(
-        "`self.clip_gradients(...)` was called by hand: it clips what the window holds so far, or nothing after the"
-        " step, and not the window's gradient. Remove the call. `Trainer(gradient_clip_val=...)` clips once per window,"
-        " and so does `clip_gradients` in `configure_gradient_clipping`."
+        "`self.clip_gradients(...)` was called by hand: it clips the sum so far, or nothing after the step, and not the"
+        " window's gradient. Remove the call. `Trainer(gradient_clip_val=...)` clips once per window, and so does"
+        " `clip_gradients` in `configure_gradient_clipping`."
     )
 
 
@@ -31,8 +31,8 @@ def warn_of_changed_gradients() -> None:
     """Warn about gradients that are changed in place inside a window."""
     advise(
         "Gradients changed in place inside an accumulation window: a clip by hand (`torch.nn.utils.clip_grad_norm_`),"
-        " or a hook, changes the sum so far and not the window's gradient. Clip with `Trainer(gradient_clip_val=...)`,"
-        " once per window; change gradients in `on_before_optimizer_step(optimizer)`."
+        " or a hook, changes the sum so far and not the window's gradient. Clip once per window with"
+        " `Trainer(gradient_clip_val=...)`; change gradients in `on_before_optimizer_step(optimizer)`."
     )
 
 
@@ -41,7 +41,7 @@ def warn_of_hand_scheduling(name: str, interval: str) -> None:
     unit = "effective step" if interval == "step" else "epoch"
     advise(
         f"`{name}.step()` was called by hand for an LR scheduler that AccumulationMixin steps once per {unit}: it"
-        " advances twice. Remove the call, and choose by `interval` ('step' for effective steps, or 'epoch') in the"
+        " advances twice. Remove the call, and set `interval` ('step' for effective steps, or 'epoch') in the"
         " scheduler's dict of `configure_optimizers`."
     )
 
@@ -50,16 +50,16 @@ def warn_of_missing_interval(names: str) -> None:
     """Warn about LR schedulers without an interval."""
     advise(
         f"`configure_optimizers` gives {names} no `interval`: AccumulationMixin steps it once per epoch, as Lightning"
-        " does in automatic optimization. For one step per update, as most loops by hand make, write"
-        ' `{"scheduler": scheduler, "interval": "step"}`; "epoch" keeps it as it is.'
+        " does in automatic optimization. For one step per update, as in most hand-written loops, write"
+        ' `{"scheduler": scheduler, "interval": "step"}`; "epoch" keeps the current behaviour.'
     )
 
 
 def warn_of_unused_hook(class_name: str, hook: str) -> None:
     """Warn about a hook that is never called in manual optimization."""
     instead = (
-        "Put what it does before the step into `on_before_optimizer_step(optimizer)`, a warm-up into an LR scheduler"
-        " with `interval='step'`, and what follows the step into `on_effective_step_end(step)`."
+        "Move its code before the step to `on_before_optimizer_step(optimizer)`, a warm-up to an LR scheduler with"
+        " `interval='step'`, and its code after the step to `on_effective_step_end(step)`."
         if hook == "optimizer_step"
         else "`accumulate` zeroes the gradients when the window closes, after `on_before_zero_grad(optimizer)`."
     )
@@ -67,10 +67,10 @@ def warn_of_unused_hook(class_name: str, hook: str) -> None:
 
 
 def warn_of_order() -> None:
-    """Warn about a loss that sees what another optimizer has stepped in the same micro-batch."""
+    """Warn about a loss that uses weights which another optimizer updated in the same micro-batch."""
     advise(
-        "An optimizer stepped, and then another one's loss of the same micro-batch used the weights that had moved; the"
-        " window's other micro-batches used those from before. Give `more=True` to the first one's last `accumulate`:"
-        " its window then closes when `training_step` ends. `accumulate_split` and `accumulate_cached` step at once:"
-        " call them last, behind the other ones' `accumulate(..., more=True)`."
+        "An optimizer stepped, and then another one's loss of the same micro-batch used the updated weights; the"
+        " window's other micro-batches used the weights from before. Pass `more=True` to the first one's last"
+        " `accumulate`: its window then closes when `training_step` ends. `accumulate_split` and `accumulate_cached`"
+        " step at once: call them last, after the other optimizers' `accumulate(..., more=True)`."
     )

@@ -1,4 +1,4 @@
-"""Errors about what `accumulate_cached` is given."""
+"""Errors about the arguments of `accumulate_cached`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def empty_batch(method: str) -> ValueError:
     """Return the error for a batch without items, which has nothing to compare."""
     return ValueError(
         f"`{method}(batch, ...)`: the batch is empty. Its items are compared with each other, over ranks if `loss_fn`"
-        " gathers, so every rank needs at least one: use `drop_last=True`, or a sampler that gives all ranks items."
+        " gathers, so every rank needs at least one: use `drop_last=True`, or a sampler that gives every rank items."
     )
 
 
@@ -23,21 +23,21 @@ def check_embeddings(embeddings: Sequence[object], size: int) -> None:
     if wrong or not found:
         raise TypeError(
             f"{given}: must return a tensor, or a tuple or dict of tensors, got {wrong[0] if wrong else 'none'}. Pass"
-            " what is no embedding to `loss_fn` in another way."
+            " anything that is not an embedding to `loss_fn` in another way."
         )
     shapes = [tuple(tensor.shape) for tensor in found]
     if any(shape[:1] != (size,) for shape in shapes):
         raise ValueError(
             f"{given}: each tensor must have the batch dimension first, with one row for each of the micro-batch's"
-            f" {size} items, got {', '.join(map(str, shapes))}. Return several views as a tuple, one tensor each; and"
-            " no mean over the items, which `loss_fn` may take."
+            f" {size} items, got {', '.join(map(str, shapes))}. Return several views as a tuple, one tensor each; take"
+            " means over the items in `loss_fn`."
         )
 
 
 def unequal_embeddings(counts: Sequence[int]) -> ValueError:
     """Return the error for pieces with different numbers of tensors."""
     return ValueError(
-        f"`embed_fn(micro_batch)`: must return equally many tensors for each micro-batch, got {list(counts)}."
+        f"`embed_fn(micro_batch)`: must return the same number of tensors for each micro-batch, got {list(counts)}."
     )
 
 
@@ -45,8 +45,8 @@ def not_replayed(first: object, again: object) -> RuntimeError:
     """Return the error for an ``embed_fn`` that returned other shapes the second time."""
     return RuntimeError(
         f"`embed_fn(micro_batch)` returned tensors of shapes {first} first, and {again} when it was called again for"
-        " the same micro-batch. It must repeat itself: random states and buffers are put back in between, other state"
-        " is not."
+        " the same micro-batch. Both calls must give the same result: random states and buffers are restored in"
+        " between, other state is not."
     )
 
 

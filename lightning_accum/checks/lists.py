@@ -1,4 +1,4 @@
-"""Optimizers that a user names: one, or a list of them."""
+"""The argument ``optimizer``: one optimizer, or a list of them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def listed(optimizer: OneOrMore, call: str) -> list[AnOptimizer | None]:
-    """Return the optimizers that a user gave as one or as a list; raise if the list is empty or names one twice."""
+    """Return the user's optimizer or optimizers as a list; raise if a list is empty or names one twice."""
     if not isinstance(optimizer, (list, tuple)):
-        return [optimizer]  # type: ignore[list-item] # neither of the two kinds is a sequence
+        return [optimizer]  # type: ignore[list-item] # neither kind of optimizer is a sequence
     each = {id(getattr(one, "optimizer", one)) for one in optimizer}
     if not each or len(each) < len(optimizer):
         reason = "holds an optimizer twice" if each else "is empty"
-        raise ValueError(f"`{call}, optimizer=[...])`: the list {reason}. Give each of the optimizers once.")
+        raise ValueError(f"`{call}, optimizer=[...])`: the list {reason}. List each optimizer once.")
     return list(optimizer)
 
 
@@ -36,7 +36,7 @@ def optimizer_position(optimizer: Optimizer | LightningOptimizer | None, optimiz
         call: how the user's call begins, for errors: ``"accumulate(loss"``, or ``"is_due("``.
 
     Raises:
-        ValueError: None among several optimizers, or an optimizer that is not the Trainer's.
+        ValueError: None if there are several optimizers, or an optimizer that is not the Trainer's.
     """
     if optimizer is None:
         if len(optimizers) == 1:

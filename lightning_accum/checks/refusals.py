@@ -47,7 +47,7 @@ def refuse_second_scheduler(trainer: Trainer) -> None:
 
 
 def refuse_at_setup(trainer: Trainer, *, sync_each: bool) -> None:
-    """Raise where nothing but the Trainer is needed to see that the settings do not fit."""
+    """Raise if settings of the Trainer do not fit."""
     refuse_strategy(trainer)
     refuse_sync_each_under_offload(trainer, sync_each)
     refuse_second_scheduler(trainer)
@@ -75,8 +75,8 @@ def refuse_without_mixin(**options: bool | str | list[int] | None) -> None:
 
 
 def refuse_float32_over_ranks(trainer: Trainer, in_float32: bool) -> None:
-    """Raise if sums in float32 are to be reduced over several ranks."""
-    # DDP reduces `.grad`, but the sums are kept outside of it.
+    """Raise if sums in float32 would have to be all-reduced."""
+    # DDP reduces `.grad`, but these sums are kept outside it.
     if in_float32 and trainer.world_size > 1:
         raise MisconfigurationException(
             "`AccumulationScheduler(accumulate_in_float32=True)` works in one process only, not on"
@@ -90,12 +90,12 @@ def refuse_sync_each_under_offload(trainer: Trainer, sync_each: bool) -> None:
     References:
         https://github.com/pytorch/pytorch/pull/73535
     """
-    # There a second reduced gradient replaces the first one instead of being added to it.
+    # With offload a second reduced gradient replaces the first one instead of being added to it.
     offload = getattr(trainer.strategy, "cpu_offload", None)
     if sync_each and getattr(offload, "offload_params", False):
         raise MisconfigurationException(
             f"`AccumulationScheduler(sync_each_micro_batch=True)` under {type(trainer.strategy).__name__} with CPU"
-            " offload would keep only the last micro-batch's gradient. Leave one of the two out."
+            " offload would keep only the last micro-batch's gradient. Remove one of the two."
         )
 
 
@@ -112,14 +112,14 @@ def refuse_unequal_loaders(trainer: Trainer) -> None:
 
 def refuse_unequal_ends(trainer: Trainer) -> None:
     """Raise if the epoch ends on some ranks only, for loaders without a length. Call it in every micro-batch."""
-    # The rank that ends first would close its window and wait for the other ranks until a time-out.
+    # The rank that ends first would close its window and wait for the other ranks until a timeout.
     if trainer.world_size > 1 and trainer.num_training_batches == float("inf"):
         is_last = loop.epoch_is_complete(trainer)
         if not ranks_agree(trainer, float(is_last)):
             place = f"{'ends' if is_last else 'goes on'} after micro-batch {loop.ready_batches(trainer) - 1}"
             raise RuntimeError(
-                f"The ranks' loaders have different lengths: this one's {place} of the epoch, unlike that of"
-                " other ranks. Give all ranks equally many micro-batches, or set `limit_train_batches`."
+                f"The ranks' loaders have different lengths: this one's {place} of the epoch, unlike another rank's."
+                " Give all ranks the same number of micro-batches, or set `limit_train_batches`."
             )
 
 
@@ -136,26 +136,26 @@ def refuse_manual_optimization(module: LightningModule) -> None:
 
 
 def refuse_loader_iterator(module: LightningModule, schedule: Schedule, *, weighs: bool) -> None:
-    """Raise where ``training_step(self, dataloader_iter)`` takes the micro-batches itself, and that cannot be right."""
+    """Raise if ``training_step(self, dataloader_iter)`` draws the micro-batches and the update would be wrong."""
     if "dataloader_iter" not in inspect.signature(module.training_step).parameters:
         return
     reason = None
     if module.automatic_optimization and schedule.largest_factor > 1:
-        # Fact: Lightning zeroes the gradients by an index that is one behind from the second micro-batch on.
+        # Fact: Lightning zeroes the gradients by an index that lags by one from the second micro-batch on.
         reason = "Lightning would drop the first micro-batch of every window"
     elif weighs:
         reason = "`weight_fn` is called before `training_step`, when there is no batch yet"
     if reason is not None:
         raise MisconfigurationException(
             f"`training_step(self, dataloader_iter)` of {type(module).__name__}: {reason}. Take the batch instead:"
-            " `training_step(self, batch, batch_idx)`; or use AccumulationMixin and give `weight=` to `accumulate`."
+            " `training_step(self, batch, batch_idx)`; or use AccumulationMixin and pass `weight=` to `accumulate`."
         )
 
 
 def refuse_closure_optimizers(optimizers: list[Optimizer], schedule: Schedule, manual: bool) -> None:
     """Raise if an optimizer evaluates the loss again in its step: it would see only the last micro-batch."""
     for optimizer in optimizers:
-        # Every optimizer accepts a closure; one without a default for it needs it, and the mixin's step has none.
+        # Every optimizer accepts a closure; one without a default for it requires one, and the mixin passes none.
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is None or closure.default is not inspect.Parameter.empty:
             continue
@@ -172,18 +172,18 @@ def evaluates_again(optimizer: Optimizer, schedule: str = "") -> Misconfiguratio
 
 
 def outside_training_step(call: str, module: LightningModule | None = None) -> RuntimeError:
-    """Return the error for a call of ``accumulate`` or its kin outside ``training_step``; ``call``: how it begins.
+    """Return the error for a call of ``accumulate`` or a similar method outside ``training_step``.
 
     Args:
-        call: how the user's own begins.
-        module: that it was called on; None if it is the one that is trained.
+        call: how the user's call begins.
+        module: the module it was called on; None if it is the one that is trained.
     """
     method = call.split("(")[0]
     trained = None if module is None or not loop.is_attached(module) else module.trainer.lightning_module
     if module is not None and trained is not None and trained is not module:
         return RuntimeError(
             f"`{method}` was called on {type(module).__name__}, inside {type(trained).__name__}, which the Trainer"
-            " trains: only that one has windows and optimizers. Let the inner module return its loss, and"
+            " trains: only the outer one has windows and optimizers. Let the inner module return its loss, and"
             f" pass it to the outer one's `self.{method}`."
         )
     return RuntimeError(
@@ -192,12 +192,12 @@ def outside_training_step(call: str, module: LightningModule | None = None) -> R
 
 
 def ranks_disagree(*positions: list[int]) -> RuntimeError:
-    """Return the error for ranks that end the windows of different optimizers; ``positions``: of two ranks."""
+    """Return the error for ranks that end the windows of different optimizers; ``positions``: on two ranks."""
     one, other = sorted(positions)
     return RuntimeError(
-        f"The ranks disagree about whose accumulation window ends next: that of the optimizers {one} on one rank, of"
-        f" {other} on another (positions in `configure_optimizers`). Hand over losses for the same optimizers, in the"
-        " same order, on all ranks; a rank without a loss calls `accumulate(None, optimizer=...)`, or nothing."
+        f"The ranks disagree about whose accumulation window ends next: optimizers {one} on one rank, {other} on"
+        " another (positions in `configure_optimizers`). Pass losses for the same optimizers, in the same order, on"
+        " all ranks; a rank without a loss calls `accumulate(None, optimizer=...)`, or nothing."
     )
 
 
@@ -205,18 +205,19 @@ def has_stepped(call: str) -> RuntimeError:
     """Return the error for a second call for an optimizer that has stepped; ``call``: how it begins."""
     return RuntimeError(
         f"`{call.split('(')[0]}` was called again for an optimizer that has already stepped in this `training_step`."
-        " Give `more=True` to every call of `accumulate` but the last; k calls for one optimizer then are a mean of k"
-        " losses (`accumulate(k * loss)`, or one call with the sum, where the sum is meant). Several updates in one"
+        " Pass `more=True` to every call of `accumulate` but the last; k calls for one optimizer are then a mean of k"
+        " losses (for the sum: `accumulate(k * loss)`, or one call with the sum). Several updates in one"
         " `training_step` are not possible: for an inner loop (PPO, several critic steps) let the loader yield its"
-        " minibatches; for truncated backpropagation through time make one mean of the chunks, or a batch of each."
+        " minibatches; for truncated backpropagation through time take one mean of the chunks, or yield each chunk as a"
+        " batch."
     )
 
 
 def runs(name: str) -> RuntimeError:
-    """Return the error for a schedule that is exchanged during a fit."""
+    """Return the error for a schedule that is replaced during a fit."""
     return RuntimeError(
-        f"`AccumulationScheduler.{name}` was assigned during a fit, whose windows and learning rates are planned by the"
-        " schedule it began with. Assign it between fits; for a factor that changes in a fit give a schedule:"
+        f"`AccumulationScheduler.{name}` was assigned during a fit, whose windows and learning rates follow the"
+        " schedule it began with. Assign it between fits; for a factor that changes during a fit pass a schedule:"
         " `AccumulationScheduler({0: 1, 5: 4})`."
     )
 
@@ -225,7 +226,8 @@ def mixin_comes_second(module_class: type) -> TypeError:
     """Return the error for a class whose bases have AccumulationMixin after LightningModule."""
     name = module_class.__name__
     return TypeError(
-        f"class {name}: AccumulationMixin comes after LightningModule among the bases, whose hooks would hide its own."
+        f"class {name}: AccumulationMixin comes after LightningModule among the bases, whose hooks would hide the"
+        " mixin's."
         f" Write `class {name}(AccumulationMixin, LightningModule)`."
     )
 
@@ -234,5 +236,5 @@ def mixin_is_for_manual_optimization(module_class: type) -> MisconfigurationExce
     """Return the error for a class with AccumulationMixin that is set to automatic optimization."""
     return MisconfigurationException(
         f"{module_class.__name__}.automatic_optimization = True: AccumulationMixin is for manual optimization. For"
-        " automatic optimization leave it out, and add an AccumulationScheduler to the callbacks."
+        " automatic optimization remove it, and add an AccumulationScheduler to the callbacks."
     )

@@ -1,4 +1,4 @@
-"""Checks of ``every``: how many effective steps each optimizer's own window spans."""
+"""Checks of ``every``: how many effective steps each optimizer's window spans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WAY_OUT = (
 
 
 def check_every(every: object) -> None:
-    """Raise unless ``every`` is None or a rhythm for several optimizers, of which at least one is 1."""
+    """Raise unless ``every`` is None, or a list for several optimizers with at least one 1."""
     call = f"AccumulationScheduler(every={every!r})"
     if every is None:
         return
@@ -30,12 +30,12 @@ def check_every(every: object) -> None:
         positive_int(number, call, f"{number!r} is not an int >= 1. {_WAY_OUT}")
     if len(every) < 2:
         raise ValueError(
-            f"`{call}`: a rhythm is for several optimizers. With one, leave `every` out, and give `scheduling`, the"
+            f"`{call}`: a rhythm is for several optimizers. With one, omit `every` and give `scheduling`, the"
             " micro-batches in its window."
         )
     if min(every) > 1:
         raise ValueError(
-            f"`{call}`: no optimizer steps in each effective step. Give at least one of them a 1, and a larger"
+            f"`{call}`: no optimizer steps in each effective step. Set at least one entry to 1, and use a larger"
             " `scheduling`: `AccumulationScheduler(2, every=[1, 2])` instead of `(1, every=[2, 4])`."
         )
 
@@ -44,20 +44,20 @@ def refuse_other_optimizers(every: Sequence[int], optimizers: Sequence[Optimizer
     """Raise at fit start if the module has more or fewer optimizers than ``every`` has entries."""
     if every and len(every) != len(optimizers):
         raise MisconfigurationException(
-            f"`AccumulationScheduler(every={list(every)})` has {len(every)} entries, and `configure_optimizers` gives"
+            f"`AccumulationScheduler(every={list(every)})` has {len(every)} entries, and `configure_optimizers` returns"
             f" {len(optimizers)} optimizer(s). {_WAY_OUT}."
         )
 
 
 def without_frequencies(configured: object) -> object:
-    """Return what ``configure_optimizers`` gave without the ``frequency`` of Lightning 1's optimizers; warn of it."""
+    """Remove the ``frequency`` of Lightning 1's optimizers from ``configure_optimizers``' result, with a warning."""
     if not isinstance(configured, (list, tuple)) or not any(map(_has_frequency, configured)):
         return configured
     advise(
         "`configure_optimizers` gives an optimizer a `frequency`, which Lightning 2 ignores. For an optimizer that"
         " steps in every nth effective step only, write `AccumulationScheduler(..., every=[n, 1])`, in the order of the"
         " optimizers. It then learns from all n; to learn from the last one's data alone, call `accumulate` for it"
-        " only where `self.is_due(optimizer)`."
+        " only if `self.is_due(optimizer)`."
     )
     return [_without_frequency(entry) if _has_frequency(entry) else entry for entry in configured]
 

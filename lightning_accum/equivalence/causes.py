@@ -1,4 +1,4 @@
-"""Find out why an accumulated gradient is not the whole batch's, by taking possible causes away one by one."""
+"""Find out why an accumulated gradient differs from the whole batch's, by removing possible causes one by one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_accum.equivalence.trial import Trial
 
 Kind = SuspectKind | Literal["sum", "weights", "coupled items"]
 
-_WIDTH = 120  # columns of what is printed
-_SHOWN = 3  # layers of a class that are printed
+_WIDTH = 120  # columns of a printed report
+_SHOWN = 3  # printed layers of a class
 
-# Weights or a sum are named beside coupled items if the right ones divide the error by this.
+# Weights or a sum are reported in addition to coupled items if correcting them divides the error by this.
 _CLEARLY = 5.0
-# How far shares that are solved for beside coupled items may be from those of a mean.
+# How far solved shares may be from those of a mean if items are coupled too.
 _SLACK = 0.1
 
 _DRAWS = "every micro-batch has its own; the expected gradient is right, and no accumulation can do more"
@@ -38,7 +38,7 @@ _UNKNOWN = "; these cannot be held fixed, and may hide a loss that compares item
 _LOSS: dict[Kind, str] = {
     "sum": "the loss grows with the number of items: return its mean, or (loss / n, n)",
     "weights": "the losses are means over {:.3f} to {:.3f} of the batch: return (loss, number of items), or (loss, 0)"
-    " where there are none",
+    " if there are none",
     "coupled items": "the loss compares or pools items: use `accumulate_cached(batch, embed_fn, loss_fn, ...)`"
     " (gradient caching); `check_equivalence(..., embed_fn=embed_fn)` checks that",
 }
@@ -51,10 +51,10 @@ class Cause:
 
     Args:
         kind: "random draws" or "batch statistics" of layers; a loss that is a "sum"; missing or wrong "weights";
-            "coupled items" if nothing else explains the difference. A sum or weights beside coupled items are those
-            without which the error is a fifth or less.
+            "coupled items" if nothing else explains the difference. A sum or weights are reported with coupled items
+            if correcting them reduces the error to a fifth or less.
         where: the layers' names; "loss_fn" for draws outside every forward. Empty if the loss is the cause.
-        advice: what to do about it.
+        advice: how to fix it.
     """
 
     kind: Kind
@@ -70,12 +70,12 @@ class Cause:
 
 @dataclass(frozen=True)
 class _Explanation:
-    """What is wrong with the loss, seen without suspects.
+    """Faults of the loss, found without suspects.
 
     Args:
         clean: outcome of the run without suspects.
-        kinds: what is wrong with the loss itself.
-        shares: of the pieces, which bring the gradients closest.
+        kinds: faults of the loss itself.
+        shares: shares of the pieces that bring the gradients closest.
         hold: how draws on the host were held.
         is_exact: whether these shares make the gradients equal. If not, an error proves nothing about a suspect.
         holds_all: whether every draw could be held.
@@ -90,12 +90,12 @@ class _Explanation:
 
 
 def find_causes(trial: Trial, first: Outcome, tolerance: float) -> tuple[Cause, ...]:
-    """Switch all suspects off, then leave in one at a time: a cause brings the error back alone.
+    """Switch all suspects off, then on again one at a time: a cause alone brings the error back.
 
     Args:
         trial: runs the loss.
         first: its outcome with nothing switched off.
-        tolerance: a larger error is no rounding error.
+        tolerance: a larger error is not a rounding error.
     """
     found = _explain(trial, first, tolerance)
     causes = []
@@ -112,7 +112,7 @@ def find_causes(trial: Trial, first: Outcome, tolerance: float) -> tuple[Cause, 
 
 
 def _explain(trial: Trial, first: Outcome, tolerance: float) -> _Explanation:
-    """Find out what is wrong with the loss alone, in the way of holding draws on the host that explains most."""
+    """Find faults of the loss alone, with the way of holding draws on the host that explains most."""
     on_host = any(suspect.on_host for suspect in first.suspects)
     for hold in HOLDS if on_host else HOLDS[:1]:
         clean = trial.run(without=first.suspects, hold=hold) if first.suspects else first
@@ -121,14 +121,14 @@ def _explain(trial: Trial, first: Outcome, tolerance: float) -> _Explanation:
         if found.is_exact:
             return found
     if any(suspect.on_host for suspect in clean.suspects):
-        # Draws that still move may be what is left: nothing says that items are coupled.
+        # The remaining error may come from draws that still vary: it does not prove that items are coupled.
         kinds = tuple(kind for kind in kinds if kind != "coupled items")
         return _Explanation(clean, kinds, shares, hold, is_exact=False, holds_all=False)
     return found
 
 
 def _explain_loss(trial: Trial, clean: Outcome, tolerance: float) -> tuple[tuple[Kind, ...], Shares]:
-    """Return what is wrong with the loss, and the shares of the pieces that bring the gradients closest."""
+    """Return the faults of the loss, and the shares of the pieces that bring the gradients closest."""
     ones = [1.0] * len(clean.parts)
     readings: list[tuple[tuple[Kind, ...], Shares | None]] = [
         ((), clean.shares),
@@ -138,7 +138,7 @@ def _explain_loss(trial: Trial, clean: Outcome, tolerance: float) -> tuple[tuple
     for kinds, shares in readings:
         if shares is not None and trial.error(clean, shares) <= tolerance:
             return kinds, shares
-    # Of all parameters together: the error of a single one may be that of the coupled part alone.
+    # The error of all parameters together: a single one's may come from the coupled part alone.
     given = trial.errors(clean, clean.shares)[""]
     close: list[tuple[Kind, Shares | None]] = [("sum", ones), ("weights", _solve_shares(clean, _SLACK))]
     for kind, shares in close:
@@ -148,17 +148,17 @@ def _explain_loss(trial: Trial, clean: Outcome, tolerance: float) -> tuple[tuple
 
 
 def _solve_shares(clean: Outcome, tolerance: float) -> Shares | None:
-    """Return shares with which the pieces' gradients sum to the whole one, if they are those of a weighted mean."""
+    """Return shares with which the pieces' gradients sum to the whole one, if they are a weighted mean's."""
     finite = [i for i, part in enumerate(clean.parts) if part.isfinite().all()]
-    # One equation per parameter: with fewer parameters than pieces any loss would have a solution, and with few more
-    # one that is close.
+    # One equation per parameter: with fewer parameters than pieces any loss would have a solution, and with only a few
+    # more an approximate one.
     needed = 2 * len(finite) if tolerance == _SLACK else len(finite) + 1
     if not finite or len(clean.whole) < needed:
         return None
     scale = clean.whole.norm()
     columns = torch.stack([clean.parts[i] for i in finite], dim=1) / scale
     solved = torch.linalg.lstsq(columns, (clean.whole / scale)[:, None], driver="gelsd").solution[:, 0]
-    # The equations do not require shares >= 0 that sum to 1: a solution that has both is no accident.
+    # The equations do not require shares >= 0 that sum to 1: a solution with both properties is no accident.
     if solved.min() < -tolerance or abs(solved.sum() - 1) > tolerance:
         return None
     found = dict(zip(finite, solved.clamp(min=0).tolist(), strict=True))
@@ -167,7 +167,7 @@ def _solve_shares(clean: Outcome, tolerance: float) -> Shares | None:
 
 @dataclass(frozen=True)
 class _Test:
-    """A suspect that is left in alone."""
+    """A test of one suspect, with all others switched off."""
 
     trial: Trial
     suspect: Suspect
@@ -179,13 +179,13 @@ class _Test:
         return self.trial.run(without=self.others, fresh=fresh, hold=self.found.hold)
 
     def is_cause(self, alone: Outcome) -> bool:
-        """Return whether the suspect makes a difference in this outcome."""
+        """Return whether the suspect affects this outcome."""
         clean = self.found.clean
         if self.found.is_exact:
             return self.trial.error(alone, self.found.shares) > self.tolerance
         if self.suspect.kind == "random draws":  # they matter if the gradient depends on them
             return _far(alone.whole, clean.whole, self.tolerance)
-        # Batch statistics matter if the layer's output for the whole batch differs from that for its pieces.
+        # Batch statistics matter if the layer's output for the whole batch differs from its output for the pieces.
         names = self.suspect.where
         return any(self._differs(alone, name) and not self._differs(clean, name) for name in names)
 
@@ -195,15 +195,15 @@ class _Test:
 
 
 def _confirm(test: _Test) -> str | None:
-    """Return what to do about a suspect; None if it is no cause."""
+    """Return the advice about a suspect; None if it is not a cause."""
     alone = test.run()
     is_cause = test.is_cause(alone)
     if test.suspect.kind == "random draws":
-        told = _DRAWS if test.found.holds_all or not test.suspect.on_host else _DRAWS + _UNKNOWN
-        return told if is_cause else None
+        advice = _DRAWS if test.found.holds_all or not test.suspect.on_host else _DRAWS + _UNKNOWN
+        return advice if is_cause else None
     if test.found.is_exact and not is_cause:
         return None
-    # Does a piece's gradient depend on its other items, or only on what the pieces before left in the buffers?
+    # Does a piece's gradient depend on its other items, or only on buffers that earlier pieces have changed?
     fresh = test.run(fresh=test.suspect.where)
     if not is_cause and not _any_far(alone.parts, fresh.parts, test.tolerance):
         return None

@@ -1,4 +1,4 @@
-"""Random generators beside torch's global ones: Python's, numpy's, and those that a model holds."""
+"""Random generators besides torch's global ones: Python's, numpy's, and those that a model holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Source:
         read: returns its state.
         write: sets its state.
         draw: draws one number.
-        on_host: whether torch's dispatcher does not see its draws.
+        on_host: whether its draws bypass torch's dispatcher.
     """
 
     read: Callable[[], Any]
@@ -72,7 +72,7 @@ def _torch_source(generator: torch.Generator) -> Source:
 
 
 def default_generators() -> list[torch.Generator]:
-    """Return torch's global generators of the CPU and of CUDA; reading those of CUDA would initialize it."""
+    """Return torch's global generators: the CPU's, and CUDA's if initialized, since a read would initialize it."""
     cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     return [torch.default_generator, *cuda]
 

@@ -25,17 +25,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every operation, in forward and backward, with the module whose forward it belongs to.
 
     Afterwards ``draws`` names the modules that drew random numbers from torch, ``host_draws`` those that drew from
-    Python's or numpy's generators, ``changed`` those whose forward changed their buffers, ``outputs`` has the sum of
-    the absolute outputs of each module with buffers of its own, and ``dtype`` is the coarsest that numbers were rounded
-    to.
+    Python's or numpy's generators, ``changed`` those whose forward changed their buffers; ``outputs`` has the sum of
+    the absolute outputs of each module with its own buffers, and ``dtype`` is the coarsest precision after rounding.
 
     Args:
-        modules: those to tell apart, by name.
-        fixed: names of modules whose draws from torch all give the same number, for every item and in every forward.
+        modules: the modules to distinguish, by name.
+        fixed: names of modules whose draws from torch are all replaced by one number, for every item and forward.
         dtype: the coarsest of the model's parameters.
-        sources: the generators of Python and numpy that are watched.
-        moves_on: whether a generator that an operation is given draws once more at first. Otherwise the pieces would
-            draw what the whole batch drew; no fit does that.
+        sources: the generators of Python and numpy to watch.
+        moves_on: whether a generator passed to an operation draws once more at first. Otherwise the pieces would draw
+            the same numbers as the whole batch, unlike in a fit.
     """
 
     def __init__(
@@ -55,9 +54,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outputs: dict[str, float] = defaultdict(float)
         self._modules = modules
         self._names = {module: name for name, module in modules.items()}
-        self._inside = [OUTSIDE]  # the forwards under way, innermost last
+        self._inside = [OUTSIDE]  # the running forwards, innermost last
         self._before: dict[str, dict[str, Tensor]] = {}  # buffers
-        self._given: dict[torch.Generator, Tensor] = {}  # generators passed to operations, as they were at first
+        self._given: dict[torch.Generator, Tensor] = {}  # generators passed to operations, with their first states
         self._moves_on = moves_on
         self._sources = [source for source in sources if source.on_host]
         self._marks: list[bytes] = []
@@ -86,14 +85,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.changed = [name for name, module in self._modules.items() if _couples(module, self._before[name])]
 
     def note_host_draws(self) -> None:
-        """Attribute what Python's and numpy's generators drew since the last call to the forward under way."""
+        """Attribute draws of Python's and numpy's generators since the last call to the running forward."""
         marks = [source.mark() for source in self._sources]
         if marks != self._marks:
             self.host_draws.add(self._inside[-1])
         self._marks = marks
 
     def forget_host_draws(self) -> None:
-        """Start over after a generator was set by hand."""
+        """Start over after a generator's state was set."""
         self._marks = [source.mark() for source in self._sources]
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
@@ -116,7 +115,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = states(generators)
         results = func(*args, **(kwargs or {}))
         tensors = [t for t in (results if isinstance(results, (tuple, list)) else (results,)) if isinstance(t, Tensor)]
-        # Attention has the tag without dropout too. Other devices' generators are not read: there the tag counts.
+        # Attention has the tag even without dropout. Other devices' generators are not read: the tag decides there.
         elsewhere = any(tensor.device.type not in ("cpu", "cuda") for tensor in tensors)
         if seeded and (elsewhere or moved(before, states(generators))):
             self._note_draw(tensors)
@@ -132,7 +131,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.dtype = max(self.dtype, dtype, key=epsilon)
 
     def _generators(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Generator]:
-        """Return torch's global generators and those that an operation is given."""
+        """Return torch's global generators and those passed to an operation."""
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
         for generator in given:
             if generator not in self._given:
@@ -146,16 +145,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws.add(name)
         if name in self.fixed:
             for tensor in tensors:
-                tensor.fill_(0.5)  # an integer becomes 0: an index that exists
+                tensor.fill_(0.5)  # an integer becomes 0: a valid index
 
     def _recomputed(self) -> str:
-        """Return the module whose ``forward`` runs without its hooks, as checkpointing recomputes it; or loss_fn."""
+        """Return the module whose ``forward`` runs without hooks, as in activation checkpointing; or loss_fn."""
         frame = sys._getframe(1)
         while frame.f_back is not None:
             frame = frame.f_back
-            owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-            if isinstance(owner, nn.Module) and owner in self._names:
-                return self._names[owner]
+            module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+            if isinstance(module, nn.Module) and module in self._names:
+                return self._names[module]
         return OUTSIDE
 
 
@@ -176,6 +175,6 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor]:
 def _couples(module: nn.Module, before: dict[str, Tensor]) -> bool:
     """Return whether one forward of a layer can affect the next one, or its items each other."""
     if isinstance(module, _BatchNorm) and module.running_mean is None:
-        return True  # it has no buffer to change, and takes the batch's statistics even in eval mode
+        return True  # it has no buffer to change, and uses the batch's statistics even in eval mode
     now = own_buffers(module)
     return now.keys() != before.keys() or any(not torch.equal(now[name], before[name]) for name in now)

@@ -1,4 +1,4 @@
-"""What a run of a loss gives, and what may be switched off in it."""
+"""The outcome of a run of a loss, and the suspects that a run can switch off."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Each piece's share of the accumulated gradient; None leaves the piece out, even if its gradient is NaN.
+# Each piece's share of the accumulated gradient; None excludes the piece, even if its gradient is NaN.
 Shares = Sequence[float | None]
 
 SuspectKind = Literal["random draws", "batch statistics"]
 
-# How draws of Python's and numpy's generators are held, which cannot be made all the same: "stream": the pieces
-# together draw what the whole batch drew; "each": every piece draws the same; "eval": the modules that draw are in
-# eval mode.
+# How draws of Python's and numpy's generators are held, which cannot be replaced by one number: "stream": the pieces
+# together draw the numbers of the whole batch; "each": every piece draws the same; "eval": the modules that draw are
+# in eval mode.
 Hold = Literal["stream", "each", "eval"]
 HOLDS: tuple[Hold, ...] = ("stream", "each", "eval")
 
@@ -44,9 +44,9 @@ class Outcome:
         whole: gradient of the whole batch.
         parts: gradients of the pieces.
         shares: the pieces' normalised weights, as returned by the loss, or by size.
-        dtype: the coarsest that numbers were rounded to.
+        dtype: the coarsest precision after rounding.
         suspects: layers that drew random numbers or changed buffers.
-        outputs: of layers with buffers, the sums of the absolute outputs: whole, and over the pieces.
+        outputs: sums of the absolute outputs of layers with buffers: for the whole batch, and over the pieces.
     """
 
     whole: Tensor
@@ -59,11 +59,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Switches:
-    """What a run takes away.
+    """What a run switches off.
 
     Args:
         off: suspects that are switched off.
-        fresh: layers whose buffers are put back before each piece.
+        fresh: layers whose buffers are restored before each piece.
         hold: how draws on the host are held, if they are among the suspects.
     """
 

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WORST = 3  # parameters that a summary names
-_DRAWN = 20  # parameters in a picture
+_WORST = 3  # parameters named in a summary
+_DRAWN = 20  # parameters in a figure
 _INEXACT = "#c0392b"  # errors beyond the tolerance
 _EXACT = "#2471a3"
 
 
 @dataclass(frozen=True)
 class EquivalenceReport:
-    """How far the accumulated gradient is from the whole batch's, and why. ``str()`` gives a readable summary.
+    """How far the accumulated gradient is from the whole batch's, and why. ``str()`` returns a readable summary.
 
     Args:
         equal: whether `max_relative_error` is within `tolerance`.
@@ -41,10 +41,10 @@ class EquivalenceReport:
         max_relative_error: the largest relative error of a single parameter's gradient. A gradient with less than a
             hundredth of the total gradient norm is compared with that hundredth.
         tolerance: half the digits of `dtype`: the square root of its epsilon.
-        dtype: the coarsest that the loss was computed in: float64, unless the model needs its own precision or rounds.
+        dtype: the coarsest precision of the computation: float64, unless the model needs its own precision or rounds.
         micro_batch_sizes: in items.
         worst_parameters: names and relative errors, largest first.
-        causes: each was confirmed by trying; empty if the gradients are equal.
+        causes: each confirmed by a run; empty if the gradients are equal.
         parameter_errors: names and relative errors of all parameters, largest first.
     """
 
@@ -76,7 +76,7 @@ class EquivalenceReport:
             ax: axes to draw into; None makes a figure.
 
         Returns:
-            The figure and its axes. Of many parameters the twenty worst are drawn. Errors of 0 or below rounding are
+            The figure and its axes. At most the twenty worst parameters are drawn. Errors of 0 or below rounding are
             drawn as the rounding error of `dtype`.
 
         Raises:
@@ -85,7 +85,7 @@ class EquivalenceReport:
         shown = self.parameter_errors[:_DRAWN]
         figure, ax = figure_and_axes(ax, figsize=(7, 1.5 + 0.25 * len(shown)), layout="constrained")
         errors = [max(error, torch.finfo(self.dtype).eps) for _, error in shown]
-        # No axis has room for an infinite error: it is drawn beyond all others.
+        # An infinite error does not fit on an axis: it is drawn beyond all others.
         beyond = 10 * max([self.tolerance, *filter(isfinite, errors)])
         lengths = [error if isfinite(error) else beyond for error in errors]
         colours = [_INEXACT if error > self.tolerance else _EXACT for error in errors]
@@ -112,29 +112,29 @@ def check_equivalence(
     """Compare the gradient of a whole batch with the one accumulated over its micro-batches, and find the causes.
 
     The check works on a copy in float64 if the model allows it, otherwise in the model's own precision. To find causes
-    it switches off layers that draw random numbers, puts layers that keep statistics in eval mode, and reads the loss
-    as a sum or with other weights. A cause is what brings the error back when it alone is left in. This costs two to
-    four more passes over the batch for each class of such layers. Wrong weights are found only if there are more
-    parameters than micro-batches. All that the model holds is restored: tensors, gradients, modes, hooks and
-    containers; and the random generators of torch, numpy and Python. Check a model in the mode in which it trains.
+    it switches off layers that draw random numbers, puts layers that keep statistics in eval mode, and interprets the
+    loss as a sum or with other weights. A cause brings the error back when it alone is switched on again. This costs
+    two to four more passes over the batch for each class of such layers. Wrong weights are found only if there are more
+    parameters than micro-batches. The model is fully restored: tensors, gradients, modes, hooks and containers; and so
+    are the random generators of torch, numpy and Python. Check a model in the mode in which it trains.
 
     Args:
         model: any module on any device; a LightningModule needs no Trainer.
         batch: as for `AccumulationMixin.accumulate_split`; on the model's device. At least one item per micro-batch. A
-            module may define `batch_length(batch)`, which counts instead, and `slice_micro_batch(batch, start, stop)`,
-            which cuts instead.
+            module may define `batch_length(batch)` to count its items, and `slice_micro_batch(batch, start, stop)` to
+            cut it.
         loss_fn: takes the module (a copy) and a batch of any size; returns ``loss``, a scalar ``()``, or
-            ``(loss, weight)``. Without a weight a micro-batch weighs as many items as it has.
-        micro_batches: into how many the batch is cut; their sizes differ by at most one.
+            ``(loss, weight)``. The default weight is the micro-batch's number of items.
+        micro_batches: number of micro-batches; their sizes differ by at most one.
         embed_fn: for a loss that compares items: checks `AccumulationMixin.accumulate_cached` instead. It takes the
             module (a copy) and a micro-batch, and returns its embeddings; ``loss_fn`` then takes the module and the
-            embeddings of the whole batch. Both are as for that method, with the module before their argument.
+            embeddings of the whole batch. Both are as for that method, with the module as first argument.
 
     Returns:
         The errors and their causes.
 
     Raises:
-        TypeError: `micro_batches` is not an int; a batch without a size; a loss or embeddings that are no tensors.
+        TypeError: `micro_batches` is not an int; a batch without a size; a loss or embeddings that are not tensors.
         ValueError: `micro_batches` is below 2 or above the number of items; a loss that is not a scalar; embeddings
             without a row per item; a whole batch without a finite gradient; a model without a trainable parameter.
 
@@ -156,7 +156,7 @@ def check_equivalence(
 
 
 def _length(model: nn.Module, batch: object) -> int:
-    """Return how many items the batch holds, by the module's `batch_length` if it has one."""
+    """Return the number of items in the batch, by the module's `batch_length` if it has one."""
     count = getattr(model, "batch_length", None)
     return int(count(batch)) if callable(count) else batch_size(batch)
 
@@ -182,9 +182,9 @@ def _check_number(micro_batches: int, items: int) -> None:
 
 
 def _run_first(model: nn.Module, make_trial: Callable[..., Trial]) -> tuple[Trial, Outcome]:
-    """Run the loss on a copy in float64; if that fails on a plain copy; if that fails too on the model itself."""
+    """Run the loss on a copy in float64; if that fails, on a plain copy; if that fails too, on the model itself."""
     for copied, dtype in ((_in_float64, torch.float64), (deepcopy, None)):
-        with suppress(Exception):  # what is wrong with the loss itself fails again below
+        with suppress(Exception):  # an error of the loss itself is raised again below
             trial = make_trial(copied(model), dtype=dtype)
             return trial, trial.run()
     trial = make_trial(model)

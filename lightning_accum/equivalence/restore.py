@@ -1,4 +1,4 @@
-"""Leave a model as it was: attributes, containers at any depth, tensors, gradients, hooks and random generators."""
+"""Restore a model: attributes, containers at any depth, tensors, gradients, hooks and random generators."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_accum.equivalence.generators import NUMPY, PYTHON, Source, source
 Undo = Callable[[], object]
 _Contents = dict[object, object] | tuple[object, ...]
 
-# Hooks of a tensor are no entries of a module's `__dict__`.
+# Hooks of a tensor are not in a module's `__dict__`.
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Held:
-    """What a model holds, reached through its modules and their containers at any depth.
+    """The contents of a model, reached through its modules and their containers at any depth.
 
-    Modules in plain lists and dicts count. Other objects are not looked into.
+    Modules in plain lists and dicts count. Other objects are not searched.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,13 +31,13 @@ class Held:
         self.generators: list[Source] = []
         self._seen: dict[int, object] = {}
         stack: list[object] = list(model.modules())
-        while stack:  # no recursion: a container may hold itself, or be nested deeply
+        while stack:  # no recursion: a container may contain itself, or be nested deeply
             thing = stack.pop()
             if id(thing) not in self._seen:
                 stack.extend(self._enter(thing))
 
     def _enter(self, thing: object) -> Iterable[object]:
-        """Note what this is, and return what it holds."""
+        """Record a thing, and return its contents."""
         if isinstance(thing, nn.Module):
             thing = vars(thing)
         self._seen[id(thing)] = thing
@@ -56,10 +56,10 @@ class Held:
 
 @contextmanager
 def untouched(model: nn.Module, sources: Iterable[Source] = ()) -> Iterator[Held]:
-    """Restore all that a model holds, its gradients and hooks, and the random generators, bit by bit.
+    """Restore the contents of a model, its gradients and hooks, and the random generators, bit by bit.
 
-    Torch's, numpy's and Python's global generators are restored, those that the model holds, and further sources.
-    Inside, the tensors have no gradients.
+    These are torch's, numpy's and Python's global generators, those that the model holds, and ``sources``. Inside the
+    context the tensors have no gradients.
     """
     held = Held(model)
     contents = [(container, _contents(container)) for container in held.containers]
@@ -84,7 +84,7 @@ def untouched(model: nn.Module, sources: Iterable[Source] = ()) -> Iterator[Held
 
 
 def _contents(container: Any) -> _Contents:
-    # Most are empty, as a layer's ten containers of hooks: they share one tuple.
+    # Most are empty, such as a layer's ten containers of hooks: they share one tuple.
     return (dict(container) if isinstance(container, dict) else tuple(container)) if container else ()
 
 
@@ -111,7 +111,7 @@ def _tensor_undo(tensor: Tensor) -> Undo:
         if (tensor.shape, tensor.dtype, tensor.device) != (value.shape, value.dtype, value.device):
             tensor.data = value
         elif tensor.layout is not torch.strided or not torch.equal(tensor, value):
-            tensor.detach().copy_(value)  # NaN never equals itself, and is copied back
+            tensor.detach().copy_(value)  # NaN never equals itself, so it is copied back
         if tensor.is_leaf:
             tensor.grad = gradient
         for name, before in hooks.items():

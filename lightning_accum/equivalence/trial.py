@@ -35,9 +35,9 @@ class Trial:
         model: the module.
         batch: the input of the loss.
         loss_fn: takes the module and a batch; returns ``loss`` or ``(loss, weight)``.
-        sizes: items of each piece.
-        dtype: what the batch's floating-point tensors are cast to; None leaves them.
-        embed_fn: if given, takes the module and a batch, and ``loss_fn`` takes what it returns for the whole batch.
+        sizes: items in each piece.
+        dtype: cast the batch's floating-point tensors to it; None leaves them.
+        embed_fn: if given, takes the module and a batch, and ``loss_fn`` takes its results for the whole batch.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Trial:
 
         Args:
             without: suspects that are switched off.
-            fresh: names of layers whose buffers are put back before each piece.
+            fresh: names of layers whose buffers are restored before each piece.
             hold: how draws on the host are held, if they are switched off.
         """
         switches = Switches(without, fresh, hold)
@@ -75,7 +75,7 @@ class Trial:
         weights = [size if weight is None else weight for size, (_, weight) in zip(sizes, parts, strict=True)]
         total = sum(weights)
         if total == 0:
-            raise ValueError("`check_equivalence`: every micro-batch weighs 0, there is nothing to compare with.")
+            raise ValueError("`check_equivalence`: every micro-batch has weight 0, so there is nothing to compare.")
         return Outcome(
             whole,
             [gradient for gradient, _ in parts],
@@ -86,7 +86,7 @@ class Trial:
         )
 
     def errors(self, outcome: Outcome, shares: Shares) -> dict[str, float]:
-        """Return the relative error of the accumulated gradient by parameter, and of all parameters together as ""."""
+        """Return the accumulated gradient's relative error by parameter, and for all parameters together as ""."""
         counted = [part * share for part, share in zip(outcome.parts, shares, strict=True) if share is not None]
         difference = torch.stack(counted).sum(0) - outcome.whole
         floor = _NEGLIGIBLE * float(outcome.whole.norm())
@@ -103,7 +103,7 @@ class Trial:
     def _observe(
         self, batches: Iterable[object], sizes: list[int], switches: Switches, *, other_draws: bool = False
     ) -> tuple[list[tuple[Tensor, float | None]], Watch]:
-        """Return the gradient and the weight of each batch, and what was seen meanwhile."""
+        """Return the gradient and the weight of each batch, and the observations."""
         fixed = {name for suspect in switches.off if suspect.kind == "random draws" for name in suspect.where}
         coarsest = max((p.dtype for p in self.parameters.values()), key=epsilon)
         with untouched(self.model, self._sources) as held, torch.enable_grad():
@@ -122,7 +122,7 @@ class Trial:
             return results, watch
 
     def _inputs(self, batches: Iterable[object], sizes: list[int], reset: Callable[[], None]) -> Iterator[object]:
-        """Yield what the loss takes: each of the batches, or once the embeddings of all."""
+        """Yield the inputs of the loss: each batch, or once the embeddings of all."""
         embeddings = []
         for batch, size in zip(batches, sizes, strict=True):
             reset()
@@ -135,13 +135,13 @@ class Trial:
             yield joined(embeddings)
 
     def _move_torch_on(self) -> None:
-        # With the same seed a single dropout layer could draw for the first piece what it drew for its items in the
-        # whole batch; no fit does that.
+        # With the same seed a single dropout layer could draw the same numbers for the first piece as for its items in
+        # the whole batch, unlike in a fit.
         for device in {torch.device("cpu"), *(p.device for p in self.parameters.values())}:
             torch.rand((), device=device)
 
     def _resetter(self, switches: Switches, sources: Sequence[Source], watch: Watch) -> Callable[[], None]:
-        """Return what puts generators and buffers back before each batch, as far as the switches say so."""
+        """Return a function that restores generators and buffers before each batch, as the switches require."""
         buffers = {name: own_buffers(self.modules[name]) for name in switches.fresh}
         states = [source.read() for source in sources] if switches.holds_host and switches.hold == "each" else []
 
@@ -219,7 +219,7 @@ def _move_on(sources: Iterable[Source], draws: int) -> None:
 
 
 def _is_rounded(value: float, dtype: torch.dtype) -> bool:
-    """Return whether a number of this precision may be off: whole numbers up to a limit are exact, such as counts."""
+    """Return whether a number of this precision may be inexact: integers such as counts are exact up to a limit."""
     return not value.is_integer() or abs(value) > 1 / epsilon(dtype)
 
 
@@ -229,7 +229,7 @@ def _check(whole: Tensor) -> None:
     if not whole.any():
         raise ValueError(
             "`check_equivalence(model, batch, loss_fn)`: the gradient of the whole batch is 0 or missing for every"
-            " parameter of the model. `loss_fn(model, batch)` must use the model that it is given."
+            " parameter of the model. `loss_fn(model, batch)` must use the model passed to it."
         )
 
 

@@ -1,1 +1,1 @@
-"""What is done to ``.grad``, the GradScaler and the process group."""
+"""Operations on ``.grad``, the GradScaler and the process group."""

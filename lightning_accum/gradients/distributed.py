@@ -1,4 +1,4 @@
-"""What travels between ranks: gradients once per window, and a few numbers at its end."""
+"""Communication between ranks: gradients once per window, and a few numbers at its end."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def all_reduce_sum(trainer: Trainer, *values: Weight) -> Tensor:
 
 
 def all_reduce_max(trainer: Trainer, values: Iterable[float]) -> Tensor:
-    """Take the largest of each number over all ranks by one all-reduce; returns shape ``(len(values),)``."""
+    """Take the maximum of each number over all ranks by one all-reduce; returns shape ``(len(values),)``."""
     mine = torch.tensor(list(values), dtype=torch.float64, device=trainer.strategy.root_device)
     most: Tensor = trainer.strategy.reduce(mine, reduce_op="max")
     return most
 
 
 def all_reduce_mean(trainer: Trainer, tensors: Iterable[Tensor | None], like: Iterable[Tensor]) -> list[Tensor | None]:
-    """Average each tensor over all ranks, one all-reduce each; where it is None on some of them, it counts as 0."""
+    """Average each tensor over all ranks, one all-reduce each; None on some ranks counts as 0."""
     given = list(tensors)
     if trainer.world_size == 1:
         return given
@@ -53,7 +53,7 @@ def all_reduce_mean(trainer: Trainer, tensors: Iterable[Tensor | None], like: It
 
 
 def ranks_agree(trainer: Trainer, number: float) -> bool:
-    """Whether a number is the same on all ranks; every rank must call it, and gets the same answer."""
+    """Whether a number is the same on all ranks; every rank must call it, and gets the same result."""
     if trainer.world_size == 1:
         return True
     total, squares = all_reduce_sum(trainer, number, number * number).tolist()
@@ -73,7 +73,7 @@ def is_sharded(trainer: Trainer) -> bool:
 
 @contextmanager
 def _ddp(model: DistributedDataParallel, synced: bool) -> Iterator[None]:
-    """As ``model.no_sync()``, in both directions: `toggle_model(sync_grad=False)` around the last one is no trap."""
+    """Like ``model.no_sync()``, but in both directions: it overrides `toggle_model(sync_grad=False)` too."""
     before, model.require_backward_grad_sync = model.require_backward_grad_sync, synced
     try:
         yield
@@ -85,7 +85,7 @@ def sync_first_backward(trainer: Trainer) -> None:
     """Let automatic optimization sync the fit's first backward, wherever it is in its window, if the graph is static.
 
     Fact: the reducer learns the graph in a synced backward, and fails an assertion otherwise. One more sync does no
-    harm: the mean of what is equal on all ranks is itself.
+    harm: averaging gradients that are equal on all ranks does not change them.
     """
     model = trainer.strategy.model
     if isinstance(model, DistributedDataParallel) and model.static_graph:
@@ -95,13 +95,13 @@ def sync_first_backward(trainer: Trainer) -> None:
 class Ranks:
     """Syncs the gradients and sums of a fit over the ranks.
 
-    Every rank runs exactly one synced backward per window and optimizer; all others are local. A rank that has nothing
-    to contribute there runs a zero one: gradients are never all-reduced by hand, which would cross the reducer's order.
+    Every rank runs exactly one synced backward per window and optimizer; all others are local. A rank with nothing to
+    contribute runs a zero backward: an all-reduce of the gradients by hand would break the reducer's order.
 
     Args:
         trainer: the Trainer of the fit.
-        module: the module that is trained.
-        sync_each: whether every backward is synced, which under sharding keeps whole gradients out of memory.
+        module: the trained module.
+        sync_each: whether every backward is synced; under sharding this keeps whole gradients out of memory.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, *, sync_each: bool) -> None:
@@ -113,9 +113,9 @@ class Ranks:
     # A backward
 
     def backward(self, device: torch.device, *, last: bool, reaches_all: bool = True) -> AbstractContextManager[None]:
-        """Return the context of a backward: outside of autocast, and synced only if it is the window's last one.
+        """Return the context of a backward: outside autocast, and synced only if it is the window's last one.
 
-        One that does not reach all parameters is not synced under DDP, whose reducer would wait for the others.
+        Under DDP one that does not reach all parameters is not synced: the reducer would wait for the rest.
         """
         if self.size > 1:
             return self._on_ranks(device, synced=(last or self.sync_each) and (reaches_all or self.is_sharded))
@@ -143,20 +143,20 @@ class Ranks:
 
     @contextmanager
     def _learn_graph(self, model: DistributedDataParallel) -> Iterator[None]:
-        """Run the first backward of a static graph, which reduces nothing until the reducer is told to.
+        """Run the first backward of a static graph; it reduces nothing until `_delay_all_reduce` is called.
 
-        Fact: newer versions of Lightning tell it, once in a strategy's life; older ones never, and neither does so in a
-        second fit.
+        Fact: newer versions of Lightning call it once per strategy, older ones never, and neither calls it in a second
+        fit.
         """
-        is_untold = getattr(self._trainer.strategy, "_pl_static_graph_delay_done", True)
+        lightning_will_not = getattr(self._trainer.strategy, "_pl_static_graph_delay_done", True)
         with _ddp(model, True):
             yield
-        if is_untold:
+        if lightning_will_not:
             model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
 
     @contextmanager
     def _fully_shard(self, synced: bool) -> Iterator[None]:
-        # Fact: Lightning's own `block_backward_sync` does nothing for modules of ``fully_shard``.
+        # Fact: Lightning's `block_backward_sync` does nothing for modules of ``fully_shard``.
         for module in sharded_modules(self._module):
             module.set_requires_gradient_sync(synced, recurse=False)
         yield
@@ -170,13 +170,13 @@ class Ranks:
     def needs_gradients(self) -> bool:
         """Whether a synced backward needs a gradient of every parameter.
 
-        Fact: DDP raises for one without, if an earlier backward that was not synced has used it on any rank.
+        Fact: DDP raises for a parameter without one if an earlier, unsynced backward has used it on any rank.
         """
         return isinstance(self._trainer.strategy.model, DistributedDataParallel)
 
     @property
     def finds_unused(self) -> bool:
-        """Whether a synced backward may leave parameters out; otherwise DDP's reducer waits for those forever."""
+        """Whether a synced backward may miss parameters; otherwise DDP's reducer waits for them forever."""
         model = self._trainer.strategy.model
         return not isinstance(model, DistributedDataParallel) or model.find_unused_parameters
 
@@ -184,31 +184,31 @@ class Ranks:
         """Take part in the window's synced backward without a contribution; gradients change by the sync alone."""
         if self.is_sharded:
             raise RuntimeError(
-                "A micro-batch ended without a backward. Sharded parameters are gathered and reduced in every one, so"
-                " the other ranks would wait forever. Let every rank call `accumulate` with a finite loss at each"
-                " micro-batch; with `weight=torch.tensor(0.0)` where it has nothing to contribute."
+                "A micro-batch ended without a backward. Sharded parameters are gathered and reduced in every backward,"
+                " so the other ranks would wait forever. Let every rank call `accumulate` with a finite loss in each"
+                " micro-batch; with `weight=torch.tensor(0.0)` if it has nothing to contribute."
             )
         zero = zero_of(self._module, [parameter for parameter in parameters if parameter.requires_grad])
         with self.backward(self._module.device, last=True):
             self._module.manual_backward(zero)
 
     def join_backward(self, before: int) -> None:
-        """Take part in the other ranks' backward, if this rank's ``training_step`` has run none since ``before``.
+        """Take part in the other ranks' backward if this rank's ``training_step`` has run none since ``before``.
 
-        Needed in a static graph's first ``training_step``; and with sharded parameters always, since every backward
-        gathers them.
+        Needed in a static graph's first ``training_step``, and with sharded parameters in every one, since every
+        backward gathers them.
         """
         if self.size > 1 and self.backwards == before and (self.learns_graph or self.is_sharded):
             self.zero_backward(self._module.parameters())
 
     def all_reduce_min(self, number: float) -> float:
-        """Take the smallest of the ranks' numbers by one all-reduce."""
+        """Take the minimum of a number over all ranks by one all-reduce."""
         return number if self.size == 1 else -float(all_reduce_max(self._trainer, [-number])[0])
 
     # A window that closes
 
     def window_totals(self, weight: Weight, loss: Weight, batches: int) -> tuple[float, Weight, int]:
-        """Sum what a window holds over the ranks, by one all-reduce and one read. With one rank nothing travels."""
+        """Sum a window's totals over the ranks by one all-reduce and one read; one rank needs neither."""
         if self.size == 1:
             return float(weight), loss, batches
         place = loop.ready_batches(self._trainer) - 1
@@ -217,20 +217,20 @@ class Ranks:
         if places * places != squares * self.size:
             raise RuntimeError(
                 f"The ranks disagree about where an accumulation window ends: here after micro-batch {place} of the"
-                " epoch. Their loaders have different lengths; give all ranks equally many micro-batches"
+                " epoch. Their loaders have different lengths; give all ranks the same number of micro-batches"
                 " (DistributedSampler, or `limit_train_batches`)."
             )
         return total_weight, sums[1], int(total_batches)
 
     def equal_totals(self, weight: Weight, loss: Weight, batches: int) -> tuple[float, Weight, int]:
-        """Sum over ranks that are known to contribute equally; only losses have to travel, where they are summed."""
+        """Return the sums over ranks that are known to contribute equally; only a loss needs an all-reduce."""
         total_loss = all_reduce_sum(self._trainer, loss)[0] if self.size > 1 and isinstance(loss, Tensor) else loss
         return float(weight) * self.size, total_loss, batches * self.size
 
     def broadcast_buffers_again(self) -> None:
         """Let the next forward broadcast the buffers (BatchNorm statistics) of rank 0, as in automatic optimization.
 
-        Fact: in manual optimization Lightning leaves DDP with the flag off after every forward, so that it never does.
+        Fact: in manual optimization Lightning leaves DDP's flag off after every forward, so it never does.
         """
         if isinstance(model := self._trainer.strategy.model, DistributedDataParallel):
             model.require_forward_param_sync = True

@@ -1,4 +1,4 @@
-"""A first optimizer step that is not one: undone where a checkpoint of sharded parameters is saved or loaded."""
+"""Undo the artificial first optimizer step that torch takes to save or load a checkpoint of sharded parameters."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def undo_when_saving(trainer: Trainer) -> None:
-    """Let a checkpoint that is made before a parameter's first step leave the training as it is, and be complete.
+    """Make checkpoints saved before a parameter's first step complete, without an effect on the training.
 
-    Fact: loading a sharded checkpoint asks for the state of every trainable parameter. Where an optimizer has none at
-    all, torch's ``get_optimizer_state_dict`` makes one by a step with gradients of 0. That one stays, and Adam's bias
-    correction counts it. Where a gradient exists, or the state of another parameter, it makes none.
+    Fact: loading a sharded checkpoint requires the state of every trainable parameter. If an optimizer has none at all,
+    torch's ``get_optimizer_state_dict`` creates it by a step with gradients of 0. The state stays, and Adam's bias
+    correction counts that step. If any gradient or any parameter's state exists, torch creates nothing.
 
     References:
         https://github.com/pytorch/torchtitan/pull/4382, https://github.com/NVIDIA/Megatron-LM/pull/5976
@@ -36,12 +36,12 @@ def undo_when_saving(trainer: Trainer) -> None:
 
 
 def leave_to_torch(trainer: Trainer) -> None:
-    """Take that back; not before a fit that fails has saved its last checkpoint."""
+    """Revert `undo_when_saving`; a failing fit must first save its last checkpoint."""
     hooks.unshadow_all(trainer.strategy, "optimizer_state")
 
 
 def _complete_state(optimizer: Optimizer, own: Callable[[Optimizer], object]) -> object:
-    """Return what Lightning saves of an optimizer, with made-up states where there are none yet, of which none stay."""
+    """Return the optimizer state that Lightning saves; create missing states for it, and remove them again."""
     missing = [parameter for parameter in trainable(optimizer) if parameter not in optimizer.state]
     if not missing:
         return own(optimizer)
@@ -50,7 +50,7 @@ def _complete_state(optimizer: Optimizer, own: Callable[[Optimizer], object]) ->
             if existing := dict(optimizer.state):
                 optimizer.state.clear()
                 try:
-                    own(optimizer)  # makes up the states of all
+                    own(optimizer)  # creates the states of all
                 finally:
                     optimizer.state.update(existing)
             return own(optimizer)
@@ -76,7 +76,7 @@ def _forget(optimizer: Optimizer, stateless: list[Tensor]) -> None:
 
 
 def without_state(trainer: Trainer) -> dict[str, list[list[int]]]:
-    """Return for a checkpoint which parameters of each sharded optimizer have no state: what it holds is made up."""
+    """Return, for a checkpoint, the parameters of each sharded optimizer whose saved states are artificial."""
     if not has_shards(trainer):
         return {}
     return {
@@ -91,12 +91,12 @@ def without_state(trainer: Trainer) -> dict[str, list[list[int]]]:
 
 
 def undo_after_loading(trainer: Trainer, state: Kept) -> None:
-    """Leave parameters that had no state when the checkpoint was saved without one again.
+    """Remove the state of parameters that had none when the checkpoint was saved.
 
     Args:
-        trainer: the Trainer that has loaded, or begins without a checkpoint.
-        state: ours in the checkpoint, with what `without_state` returned. One of Lightning alone says nothing of it:
-            then it is all parameters if no optimizer had stepped.
+        trainer: the Trainer, after loading, or starting without a checkpoint.
+        state: ours in the checkpoint, with the result of `without_state`. Without it, in a checkpoint of Lightning
+            alone, all states are removed if no optimizer had stepped.
     """
     if "without_state" in state:
         for optimizer, places in zip(trainer.optimizers, state["without_state"], strict=False):

@@ -1,4 +1,4 @@
-"""Gradients that no window holds: left from before it, or computed by hand."""
+"""Gradients that belong to no window: left from before, or computed by hand."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.optim import Optimizer
 
 
 class _Mark(NamedTuple):
-    """A gradient as it was; ``version``: torch's count of the changes in place."""
+    """A gradient at one time; ``version``: torch's count of in-place changes."""
 
     gradient: Tensor
     version: int
 
 
 class _Left(NamedTuple):
-    """The parameters of an optimizer, and the gradients of those that had one, by the parameter's id.
+    """The parameters of an optimizer, and their existing gradients by the parameter's id.
 
-    Fact: torch hashes a tensor in Python, which at every window's end would cost more than a step of many parameters.
+    Fact: torch hashes a tensor in Python; at every window's end that would cost more than a step of many parameters.
     """
 
     parameters: list[Tensor]
@@ -28,17 +28,17 @@ class _Left(NamedTuple):
 
 
 class LeftGradients:
-    """What lay in ``.grad`` of an optimizer's parameters where its window opened, before anything was contributed.
+    """The gradients of an optimizer's parameters when its window opened, before any contribution.
 
-    Some optimizers leave zeros where others leave None, and gradients may be allocated before the fit. What has changed
-    since, another backward than `accumulate`'s has computed. No value is read back.
+    Some optimizers leave zeros instead of None, and gradients may be allocated before the fit. A gradient that has
+    changed since then did not come from `accumulate`. No value is read back.
     """
 
     def __init__(self) -> None:
         self.marks: dict[int, _Left] = {}
 
     def clear(self, index: int, optimizer: Optimizer) -> None:
-        """Make zeros of whatever ``zero_grad`` has left, and remember them."""
+        """Zero the gradients that ``zero_grad`` has left, and remember them."""
         self.mark(index, optimizer)
         if self.marks[index].gradients:
             with torch.no_grad():
@@ -47,14 +47,14 @@ class LeftGradients:
             self.mark(index, optimizer)
 
     def mark(self, index: int, optimizer: Optimizer) -> None:
-        """Remember what is there."""
+        """Remember the current gradients."""
         held = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         self.marks[index] = _Left(held, {id(p): _Mark(p.grad, p.grad._version) for p in held if p.grad is not None})
 
     def foreign(self, index: int, optimizer: Optimizer) -> Tensor | None:
-        """Return the first parameter whose gradient something else than `accumulate` has computed.
+        """Return the first parameter whose gradient did not come from `accumulate`.
 
-        A parameter that the optimizer got since then may have one from backwards of other windows: it is dropped.
+        A parameter added to the optimizer since then may have a gradient from other windows' backwards: it is dropped.
         """
         marks = self.marks.get(index)
         parameter: Tensor

@@ -1,4 +1,4 @@
-"""A micro-batch of weight 0 adds nothing to the gradient, whatever its loss is."""
+"""Keep a micro-batch of weight 0 from changing the gradient, whatever its loss is."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_accum.gradients.buffers import Weight, finite_unless
 
 
 class _Backward(NamedTuple):
-    """A backward that is masked.
+    """A masked backward.
 
     Args:
-        counts: whether its micro-batch weighs anything.
-        keeps_finite: whether only inf and NaN are kept out.
+        counts: whether its micro-batch has a weight above 0.
+        keeps_finite: whether to mask only inf and NaN.
     """
 
     counts: Tensor | bool
@@ -28,19 +28,19 @@ _UNMASKED = _Backward(counts=True, keeps_finite=False)
 
 
 class WeightMask:
-    """Keeps the gradient of a micro-batch of weight 0 out of the sum, where it is NaN: the mean over no items.
+    """Keeps the gradient of a micro-batch of weight 0 out of the sum, even if it is NaN (the mean over no items).
 
-    0 * NaN is NaN, so that the weight alone does not. Whether a tensor weight is 0 is never read back: each gradient of
-    such a micro-batch passes one more operation.
+    The weight alone does not: 0 * NaN is NaN. A tensor weight is never read back; instead each gradient of its
+    micro-batch passes through one more operation.
     """
 
     def __init__(self) -> None:
         self.running = _UNMASKED  # or the next one
-        self._zeros: dict[torch.dtype, Tensor] = {}  # on the CPU: `where` with the number 0 makes one each time
+        self._zeros: dict[torch.dtype, Tensor] = {}  # on the CPU: `where` with the number 0 creates one each time
         self._handles: dict[Tensor, RemovableHandle] = {}
 
     def cover(self, parameters: Iterable[Tensor], weight: Weight, keeps_finite: bool) -> None:
-        """Watch the next backward; once a parameter is watched, it stays so until `release`."""
+        """Mask the next backward; the hooks on the parameters stay until `release`."""
         self.running = _Backward(weight > 0, keeps_finite)
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._handles:
@@ -53,10 +53,10 @@ class WeightMask:
     def _mask(self, gradient: Tensor) -> Tensor | None:
         running = self.running
         if running.counts is True or type(gradient) is not Tensor:
-            return None  # a DTensor takes no mask
+            return None  # DTensors cannot be masked
         if not gradient.is_sparse:
             return self._masked(running, gradient)
-        # `where` takes no sparse tensor: its values are masked, and its entries stay where they are.
+        # `where` does not accept sparse tensors: mask the values, and keep the indices.
         values, coalesced = self._masked(running, gradient._values()), gradient.is_coalesced()
         return torch.sparse_coo_tensor(
             gradient._indices(), values, gradient.shape, is_coalesced=coalesced, check_invariants=False
@@ -72,6 +72,6 @@ class WeightMask:
         return torch.zeros_like(gradient)
 
     def release(self) -> None:
-        """Watch no more."""
+        """Remove the hooks."""
         while self._handles:
             self._handles.popitem()[1].remove()

@@ -1,4 +1,4 @@
-"""The gradient norms of single micro-batches, taken while their gradients flow into the sum."""
+"""The gradient norms of single micro-batches, computed while backward adds their gradients to the sum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Obstacle = Literal["several losses", "several backwards", "one micro-batch"]
 
 
 def norm_of(gradient: Tensor) -> Tensor:
-    """Return a gradient's norm, scalar ``()``, in float32 at least: differences of such norms are taken."""
+    """Return a gradient's norm, scalar ``()``, in float32 at least: the estimate subtracts such norms."""
     if gradient.is_sparse:
         gradient = gradient.coalesce()._values()  # a row that occurs twice counts with its sum
     norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
@@ -26,7 +26,7 @@ def norm_of(gradient: Tensor) -> Tensor:
 
 
 def sum_of_squares(norms: Iterable[Tensor]) -> Tensor:
-    """Return the squared norm of a whole gradient from those of its parts, scalar ``()``, in float64 if possible."""
+    """Return the squared norm of a whole gradient from its parts' norms, scalar ``()``, in float64 if possible."""
     norms = list(norms)
     device = norms[0].device if norms else torch.device("cpu")
     together = torch.stack([norm.to(device) for norm in norms] or [torch.zeros(())])
@@ -44,16 +44,16 @@ def _beside(tensor: Tensor, value: Weight) -> Weight:
 
 @dataclass
 class Measured:
-    """What was measured of one optimizer's open window, on this rank.
+    """The measurements of one optimizer's open window, on this rank.
 
     Args:
-        weighted: sum of ``weight * |gradient|^2`` over the contributions, each with its own mean gradient.
-        contributions: how many of them weigh anything; a tensor where the weights are.
-        micro_batches: how many there were, those without a weight included.
+        weighted: sum of ``weight * |gradient|^2`` over the contributions, each with its mean gradient.
+        contributions: number of contributions with a weight above 0; a tensor if the weights are.
+        micro_batches: number of contributions, including those of weight 0.
         total: ``|gradient|^2`` of the whole window, once it is complete.
-        obstacle: why the contributions are no samples of one gradient, if they are not.
+        obstacle: why the contributions are not samples of one gradient, if they are not.
         first: the loader batch of the first contribution; 0 before there is one.
-        last: that of the last one.
+        last: the loader batch of the last one.
     """
 
     weighted: Weight = 0.0
@@ -67,21 +67,21 @@ class Measured:
 
 @dataclass
 class _Backward:
-    """A backward that is measured while it runs."""
+    """A backward to measure."""
 
     weight: Weight
     scale: Weight
     norms: dict[Tensor, Tensor] = field(default_factory=dict)
     is_repeated: bool = False
-    parts: dict[Tensor, Tensor] | None = None  # sums of gradients, where several passes make one
+    parts: dict[Tensor, Tensor] | None = None  # sums of gradients, if several passes compute one
 
 
 class MicroBatchNorms:
-    """Measures each contribution's own gradient, for the optimizers that `begin_window` names, until `end_window`.
+    """Measures the gradient of each contribution, for an optimizer from `begin_window` to `end_window`.
 
-    A hook on each parameter takes the norm before the gradient is added to ``.grad``, and before ranks are averaged: no
-    second buffer, and one kernel per parameter and micro-batch. Nothing is read back. Without a window to measure there
-    are no hooks.
+    A hook on each parameter computes the norm before the gradient is added to ``.grad``, and before the average over
+    ranks: no second buffer, and one kernel per parameter and micro-batch. Nothing is read back. Without a window to
+    measure there are no hooks.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class MicroBatchNorms:
         self.measured[optimizer] = Measured()
 
     def end_window(self, optimizer: Optimizer) -> None:
-        """Measure no more."""
+        """Stop measuring the optimizer's window."""
         self.measured.pop(optimizer, None)
         self._running.pop(optimizer, None)
         handles = self._handles.pop(optimizer, {})
@@ -102,7 +102,7 @@ class MicroBatchNorms:
             handles.popitem()[1].remove()
 
     def release(self) -> None:
-        """Measure nothing, whatever was begun."""
+        """Stop measuring."""
         self._running = {}
         for optimizer in {*self.measured, *self._handles}:
             self.end_window(optimizer)
@@ -110,7 +110,7 @@ class MicroBatchNorms:
     # In a window
 
     def begin(self, optimizer: Optimizer, weight: Weight, scale: Weight) -> None:
-        """Watch the next backward, whose loss is multiplied by ``scale``."""
+        """Measure the next backward, whose loss is multiplied by ``scale``."""
         self._running[optimizer] = _Backward(weight, scale)
         handles = self._handles.setdefault(optimizer, {})
         for parameter in parameters(optimizer):
@@ -119,12 +119,12 @@ class MicroBatchNorms:
                 handles[parameter] = parameter.register_hook(see)  # type: ignore[no-untyped-call]
 
     def sum_parts(self) -> None:
-        """Expect the contribution's gradient in several passes (a cached loss); costs a buffer of the gradient."""
+        """Expect the contribution's gradient from several passes (a cached loss); costs a buffer of the gradient."""
         for running in self._running.values():
             running.parts = {}
 
     def rescale(self, optimizer: Optimizer, ratio: Weight) -> None:
-        """Expect another multiple of the loss: one backward for several windows has the scale of the first."""
+        """Expect another scale of the loss: one backward for several windows has the scale of the first one."""
         if (running := self._running.get(optimizer)) is not None:
             running.scale = running.scale * ratio
 
@@ -137,7 +137,7 @@ class MicroBatchNorms:
 
     def _see(self, optimizer: Optimizer, parameter: Tensor, gradient: Tensor) -> None:
         running = self._running.get(optimizer)
-        if running is None:  # another one's loss may run through its parameters
+        if running is None:  # another optimizer's loss may run through its parameters
             return
         if running.parts is not None:
             held = running.parts.get(parameter)
@@ -147,7 +147,7 @@ class MicroBatchNorms:
         running.norms[parameter] = norm_of(gradient)  # the gradient itself is not kept: autograd could not reuse it
 
     def end(self, optimizer: Optimizer, loss_scale: Weight = 1.0) -> None:
-        """Add the contribution whose backward is through; a GradScaler has multiplied its loss by ``loss_scale``."""
+        """Add the contribution after its backward; a GradScaler has multiplied its loss by ``loss_scale``."""
         running = self._running.pop(optimizer, None)
         if running is None:
             return
@@ -168,19 +168,19 @@ class MicroBatchNorms:
         measured.contributions = measured.contributions + (weight > 0)
 
     def complete(self, optimizer: Optimizer) -> None:
-        """Measure the window's own gradient; ``.grad`` is the weighted mean by now, unscaled and not clipped yet."""
+        """Measure the window's gradient; ``.grad`` is now the weighted mean, unscaled and not clipped yet."""
         if optimizer in self.measured:
             gradients = (norm_of(parameter.grad) for parameter in parameters(optimizer) if parameter.grad is not None)
             self.measured[optimizer].total = sum_of_squares(gradients)
 
     def drop(self, optimizer: Optimizer) -> None:
-        """Forget what the window holds: it begins again."""
+        """Discard the window's measurements: it starts again."""
         self._running.pop(optimizer, None)
         if optimizer in self.measured:
             self.measured[optimizer] = Measured()
 
     def remember(self) -> Callable[[], None]:
-        """Keep what contributions change; what is returned puts it back."""
+        """Save everything that contributions change; return a function that restores it."""
         kept = {optimizer: replace(measured) for optimizer, measured in self.measured.items()}
 
         def put_back() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def gradient_norm(trainer: Trainer, parameters: Iterable[Tensor]) -> Tensor:
-    """The norm of the whole gradient, the shards of other ranks included, scalar ``()``."""
+    """Return the norm of the whole gradient, including other ranks' shards, scalar ``()``."""
     model = trainer.strategy.model
     if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(torch.inf)  # multiplies by 1: only FSDP knows which parameters are shards
@@ -25,7 +25,7 @@ def gradient_norm(trainer: Trainer, parameters: Iterable[Tensor]) -> Tensor:
 
 
 def clip_by_norm(trainer: Trainer, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Clip by the norm of the whole gradient; returns it, scalar ``()``."""
+    """Clip by the norm of the whole gradient; return the norm, scalar ``()``."""
     model = trainer.strategy.model
     if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(max_norm)  # Fact: its parameters are plain tensors that hold a shard
@@ -33,7 +33,7 @@ def clip_by_norm(trainer: Trainer, parameters: Iterable[Tensor], max_norm: float
 
 
 def total_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all gradients together, scalar ``()``; of sparse ones and of DTensors too."""
+    """Return the 2-norm of all gradients together, scalar ``()``, also for sparse ones and DTensors."""
     by_kind: dict[tuple[type, bool], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
@@ -51,6 +51,6 @@ def total_norm(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def _whole(norm: Any) -> Tensor:
-    """The norm over all ranks of what may be a norm of shards."""
+    """Return the norm over all ranks, if this one is a norm of shards."""
     total: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return total

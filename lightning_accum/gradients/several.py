@@ -1,4 +1,4 @@
-"""Several optimizers in one module: the gradients of each one are those of its own losses."""
+"""Several optimizers in one module: each one's gradients come from its own losses only."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from torch import Tensor
 
 
 class OwnGradients:
-    """Keeps what one optimizer's backwards add apart from the windows of the others.
+    """Keeps one optimizer's backwards out of other optimizers' windows.
 
-    A backward reaches every parameter of its graph. ``backward(inputs=...)`` would not, but skips activation
-    checkpoints that are reentrant, and needs a ``backward`` that takes keywords. So the gradients of the other
-    optimizers are set aside around it. A parameter of several optimizers has one ``.grad``: it holds the sum of the one
-    that it was last turned to, the sums of the others are kept here.
+    A backward reaches every parameter of its graph. ``backward(inputs=...)`` would not, but it skips reentrant
+    activation checkpoints, and needs a ``backward`` that accepts keywords. So the other optimizers' gradients are set
+    aside around it. A parameter of several optimizers has only one ``.grad``: it holds the current optimizer's sum; the
+    other sums are kept here.
 
     Args:
-        sums: what is summed in float32, by parameter, beside ``.grad``.
+        sums: float32 sums kept outside ``.grad``, by parameter.
     """
 
     def __init__(self, sums: dict[Tensor, Tensor]) -> None:
         self._sums = sums
         self.shared: frozenset[Tensor] = frozenset()  # parameters of several optimizers
-        self._owners: dict[Tensor, object] = {}  # of each shared one: the optimizer whose sum ``.grad`` holds
+        self._current: dict[Tensor, object] = {}  # of each shared parameter: the optimizer whose sum ``.grad`` holds
         self._kept: dict[tuple[int, Tensor], _Held] = {}
 
     def start(self, parameters: Iterable[Iterable[Tensor]]) -> None:
-        """Find the parameters that are in several optimizers; given are those of each one, without duplicates."""
+        """Find the parameters that are in several optimizers, from each one's parameters without duplicates."""
         counts = Counter(parameter for of_optimizer in parameters for parameter in of_optimizer)
         self.shared = frozenset(parameter for parameter, count in counts.items() if count > 1)
         if not self.shared:
-            self._owners.clear()
+            self._current.clear()
             self._kept.clear()
 
     def turn_to(self, optimizer: object, parameters: Iterable[Tensor]) -> None:
-        """Let ``.grad`` of its shared parameters hold the sum of this optimizer."""
+        """Let ``.grad`` of its shared parameters hold this optimizer's sum."""
         for parameter in self.shared.intersection(parameters):
-            owner = self._owners.get(parameter, optimizer)
-            self._owners[parameter] = optimizer
-            if owner is not optimizer:
-                self._kept[id(owner), parameter] = _Held(parameter, self._sums)
+            before = self._current.get(parameter, optimizer)
+            self._current[parameter] = optimizer
+            if before is not optimizer:
+                self._kept[id(before), parameter] = _Held(parameter, self._sums)
                 if (kept := self._kept.pop((id(optimizer), parameter), None)) is not None:
                     kept.put_back()
 
     @contextmanager
     def set_aside(self, parameters: Iterable[Tensor], *, leave_zeros: bool) -> Iterator[None]:
-        """Take the gradients of these parameters away, and put them back, whatever was added in between."""
+        """Set the gradients of these parameters aside, and restore them, whatever was added in between."""
         held = [_Held(parameter, self._sums) for parameter in parameters]
         try:
             if leave_zeros:
@@ -61,7 +61,7 @@ class OwnGradients:
 
 
 class _Held:
-    """A parameter's gradient, taken away until it is put back."""
+    """A parameter's gradient, set aside until it is restored."""
 
     __slots__ = ("_copy", "_gradient", "_parameter", "_sum", "_sums")
 

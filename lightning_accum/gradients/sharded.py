@@ -1,6 +1,6 @@
 """The open window's gradients under ``fully_shard``: averaged over the ranks for a checkpoint, and restored from it.
 
-One parameter at a time is whole in memory. What is a collective is one on all ranks, in the order of the parameters.
+One parameter at a time is whole in memory. All ranks run the same collectives, in the order of the parameters.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ except ImportError:  # torch 2.4
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-Kept = dict[str, Any]  # what a checkpoint holds of the open window
-FSDPParam = Any  # torch's, of no public name
+Kept = dict[str, Any]  # the open window in a checkpoint
+FSDPParam = Any  # torch's, without a public name
 
 
 def has_shards(trainer: Trainer) -> bool:
-    """Whether any optimizer has parameters of which each rank holds a part, and knows it."""
+    """Whether any optimizer has parameters that are DTensors, sharded over the ranks."""
     return any(isinstance(p, DTensor) for optimizer in trainer.optimizers for p in parameters(optimizer))
 
 
 def unreduced_gradients(model: Module) -> tuple[dict[Tensor, Tensor], set[Tensor]] | None:
-    """Return this rank's gradients that no backward has reduced yet, whole; and all parameters that may have some.
+    """Return this rank's whole gradients that no backward has reduced yet, and all parameters that may have some.
 
-    Fact: torch has no public way to them. ``fully_shard`` keeps them beside the parameter that it shards, in
-    ``unsharded_accumulated_grad`` if they are summed in a `reduce_dtype` of their own, else in the gathered parameter's
-    ``.grad``.
+    Fact: torch has no public way to them. ``fully_shard`` keeps them with the sharded parameter, in
+    ``unsharded_accumulated_grad`` if they are summed in a separate `reduce_dtype`, otherwise in the gathered
+    parameter's ``.grad``.
 
     Returns:
-        None where this version of torch keeps them elsewhere.
+        Both; None if this version of torch keeps them elsewhere.
     """
     gradients: dict[Tensor, Tensor] = {}
     managed: set[Tensor] = set()
@@ -84,7 +84,7 @@ def reason_to_leave_out(trainer: Trainer) -> str | None:
         return "they are sharded, and this version of torch keeps them elsewhere"
     trained = [parameter for optimizer in trainer.optimizers for parameter in trainable(optimizer)]
     if len(set(trained)) < len(trained):
-        return "some sharded parameters are in several optimizers"  # of which none keeps its own unreduced gradients
+        return "some sharded parameters are in several optimizers"  # whose unreduced gradients are not kept apart
     if not found[1].issuperset(trained):
         return "some parameters are not sharded by `fully_shard`"
     shards = [parameter for parameter in trained if isinstance(parameter, DTensor)]
@@ -96,16 +96,16 @@ def reason_to_leave_out(trainer: Trainer) -> str | None:
 
 
 def pack(trainer: Trainer, optimizer: Optimizer, reduced: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Average over the ranks what the open window holds, and put it on the CPU; every rank must call it.
+    """Average the open window's gradients over the ranks, on the CPU; every rank must call it.
 
     Args:
         trainer: the Trainer that saves.
-        optimizer: whose window.
-        reduced: for each parameter the shards that backwards have reduced already.
+        optimizer: the window's optimizer.
+        reduced: for each parameter the shards that backwards have already reduced.
 
     Returns:
-        For each parameter its gradient or None: shards for a distributed checkpoint; else whole ones on rank 0, and
-        None on the others, of which Lightning saves nothing.
+        For each parameter its gradient or None: shards for a distributed checkpoint; otherwise whole ones on rank 0,
+        and None on the other ranks, from which Lightning saves nothing.
     """
     is_distributed = loop.saves_shards(trainer)
     kept: list[Tensor | None] = []
@@ -121,7 +121,7 @@ def pack(trainer: Trainer, optimizer: Optimizer, reduced: Iterable[Tensor | None
 def _means(trainer: Trainer, optimizer: Optimizer, reduced: list[Tensor | None]) -> Iterator[DTensor | None]:
     assert trainer.strategy.model is not None
     found = unreduced_gradients(trainer.strategy.model)
-    assert found is not None  # else there is a reason to leave them out
+    assert found is not None  # otherwise there is a `reason_to_leave_out`
     trained, unreduced = list(parameters(optimizer)), found[0]
     flags = [p in unreduced for p in trained] + [shard is not None for shard in reduced]
     anywhere = [bool(flag) for flag in all_reduce_max(trainer, flags).tolist()]
@@ -130,13 +130,13 @@ def _means(trainer: Trainer, optimizer: Optimizer, reduced: list[Tensor | None])
         if anywhere[len(trained) + place]:
             shard = torch.zeros_like(parameter) if shard is None else shard.detach()
             mean = shard if mean is None else mean + shard
-        yield mean  # type: ignore[misc]  # torch types what DTensors give as Tensor
+        yield mean  # type: ignore[misc]  # torch types operations on DTensors as Tensor
 
 
 def _reduced(parameter: Tensor, gradient: Tensor | None) -> Tensor:
-    """Average a rank's whole gradient over the ranks, as shards like the parameter's; without one it counts as 0.
+    """Average a rank's whole gradient over the ranks, as shards like the parameter's; None counts as 0.
 
-    In float32 at least: ``fully_shard`` may sum in another dtype than the parameter's.
+    In float32 at least: ``fully_shard`` may sum in a different dtype than the parameter's.
     """
     assert isinstance(parameter, DTensor)
     mesh, dtype = parameter.device_mesh, torch.promote_types(parameter.dtype, torch.float32)
@@ -151,10 +151,10 @@ def _on_cpu(gradient: Tensor) -> Tensor:
 
 
 def move_shards(trainer: Trainer, checkpoint: Kept, state: Kept) -> None:
-    """Let each rank write its shards into a distributed checkpoint's folder, beside the optimizers' states.
+    """Let each rank write its shards into a distributed checkpoint's folder, next to the optimizers' states.
 
     Fact: ``ModelParallelStrategy`` saves the optimizers' states as ``optimizer_0``, ``optimizer_1`` and so on, and
-    loads those that there are optimizers for. What else a checkpoint holds is written by rank 0 alone.
+    loads one for each existing optimizer. Only rank 0 writes the rest of a checkpoint.
     """
     pending = state.get("pending")
     if pending is None or not (has_shards(trainer) and loop.saves_shards(trainer)):
@@ -172,7 +172,7 @@ def move_shards(trainer: Trainer, checkpoint: Kept, state: Kept) -> None:
 
 
 def unpack(trainer: Trainer, i: int, pending: Kept, factor: float) -> Iterator[Tensor | None]:
-    """Yield what a checkpoint holds for each parameter of an optimizer, times a factor and laid out like it."""
+    """Yield the saved gradient for each parameter of an optimizer, times a factor and laid out like the parameter."""
     trained, kept = list(parameters(trainer.optimizers[i])), pending["optimizers"][i]["gradients"]
     if "sharded" in pending:
         kept = _read_shards(trainer, [pending["sharded"], str(i)], trained, kept)
@@ -189,10 +189,10 @@ def unpack(trainer: Trainer, i: int, pending: Kept, factor: float) -> Iterator[T
 def _read_shards(
     trainer: Trainer, entry: list[str], trained: list[Tensor], shapes: list[list[int] | None]
 ) -> list[Tensor | None]:
-    """Read this rank's shards from a distributed checkpoint, whatever number of ranks has saved it."""
+    """Read this rank's shards from a distributed checkpoint, whatever number of ranks saved it."""
     named = {str(place): torch.zeros_like(trained[place]) for place, shape in enumerate(shapes) if shape is not None}
     if named:
-        from torch.distributed import checkpoint as dcp  # here, since its import takes a while
+        from torch.distributed import checkpoint as dcp  # here: its import is slow
 
         name, optimizer = entry
         dcp.load({name: {optimizer: named}}, checkpoint_id=trainer.ckpt_path)

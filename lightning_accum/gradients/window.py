@@ -1,4 +1,4 @@
-"""The gradients of an open window: kept from NaN, summed in float32 if asked, normalised, saved and restored."""
+"""The gradients of an open window: masked, summed in float32 if requested, normalised, saved and restored."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Float32Gradients:
     """Adds each micro-batch's gradient to a float32 buffer, and leaves ``.grad`` empty until the window closes.
 
-    In bf16 256 + 1 is 256: what is small against the sum so far is lost. It costs one float32 tensor per parameter in
-    low precision; ``.grad`` itself lives only until it is added.
+    In bf16 256 + 1 is 256: gradients that are small relative to the sum are lost. It costs one float32 tensor per
+    low-precision parameter; ``.grad`` itself lives only until it is added.
 
     References:
         https://github.com/NVIDIA/Megatron-LM/issues/372, https://github.com/deepspeedai/DeepSpeed/issues/2768
@@ -38,7 +38,7 @@ class Float32Gradients:
         self._handles: dict[Tensor, RemovableHandle] = {}
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Take over the gradients of those in low precision, as soon as a backward has made them."""
+        """Take over the gradients of low-precision parameters as soon as a backward computes them."""
         for parameter in parameters:
             if parameter.requires_grad and parameter.dtype in LOW_PRECISION and parameter not in self._handles:
                 handle = parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
@@ -64,16 +64,16 @@ class Float32Gradients:
             parameter.grad = gradient
 
     def scale(self, optimizer: Optimizer, factor: Weight) -> None:
-        """Multiply what was summed for the optimizer."""
+        """Multiply the optimizer's sums."""
         multiply([self.sums[parameter] for parameter in parameters(optimizer) if parameter in self.sums], factor)
 
     def drop(self, optimizer: Optimizer) -> None:
-        """Forget what was summed for the optimizer."""
+        """Discard the optimizer's sums."""
         for parameter in parameters(optimizer):
             self.sums.pop(parameter, None)
 
     def remember(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
-        """Keep what was summed for the parameters; what is returned puts it back."""
+        """Save the parameters' sums; return a function that restores them."""
         kept = {p: self.sums[p].clone() if p in self.sums else None for p in parameters}
 
         def put_back() -> None:
@@ -85,13 +85,13 @@ class Float32Gradients:
         return put_back
 
     def release(self) -> None:
-        """Let the parameters accumulate as they did; the sums stay."""
+        """Let the parameters accumulate into ``.grad`` again; the sums stay."""
         while self._handles:
             self._handles.popitem()[1].remove()
 
 
 class WindowGradients:
-    """What is done with the gradients of a window, from where it opens until it closes.
+    """Handles the gradients of a window, from its opening until it closes.
 
     Args:
         in_float32: whether gradients in bf16 and fp16 are summed in float32.
@@ -105,8 +105,8 @@ class WindowGradients:
         self._own = OwnGradients({} if self._float32 is None else self._float32.sums)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """A fit begins, or a window: BackboneFinetuning unfreezes parameters and adds them in between."""
-        # One optimizer shares no parameters: looking at all of them would cost more than the rest of the window's end.
+        """Begin a fit or a window: BackboneFinetuning unfreezes and adds parameters in between."""
+        # One optimizer shares no parameters: checking all of them would cost more than the rest of the window's end.
         several = len(optimizers) > 1
         self._own.start([parameters(optimizer) for optimizer in optimizers] if several else [])
         if self._float32 is not None:
@@ -116,7 +116,7 @@ class WindowGradients:
     # Several optimizers
 
     def turn_to(self, optimizer: Optimizer) -> None:
-        """Let ``.grad`` hold the optimizer's own window in parameters that others have too."""
+        """Let ``.grad`` of shared parameters hold this optimizer's window."""
         if self._own.shared:
             self._own.turn_to(optimizer, parameters(optimizer))
 
@@ -128,12 +128,12 @@ class WindowGradients:
     def apart(
         self, own: Iterable[Optimizer], optimizers: Iterable[Optimizer], *, leave_zeros: bool
     ) -> AbstractContextManager[None]:
-        """Let the backwards in this context change the gradients of no optimizer but its own.
+        """Let the backwards in this context change only the gradients of these optimizers.
 
         Args:
-            own: whose windows the backwards are for.
-            optimizers: all.
-            leave_zeros: whether the other gradients are zeros meanwhile, instead of None.
+            own: the optimizers whose windows the backwards contribute to.
+            optimizers: all optimizers.
+            leave_zeros: whether the other gradients are zeros in the context, instead of None.
         """
         mine = {parameter for optimizer in own for parameter in parameters(optimizer)}
         others = {p: None for optimizer in optimizers for p in parameters(optimizer) if p not in mine}
@@ -142,9 +142,9 @@ class WindowGradients:
     # From a contribution to the step
 
     def mask(self, optimizer: Optimizer, weight: Weight, *, gathers: bool = False) -> None:
-        """Let the next backward add nothing if its weight is 0, whatever the loss is; for a number above 0, no work.
+        """Let the next backward add nothing if its weight is 0, whatever the loss is; a number above 0 needs no mask.
 
-        ``gathers``: keep what is finite, which is 0, or what the losses of other ranks add through a gather.
+        ``gathers``: keep finite gradients: they are 0, or come from the losses of other ranks through a gather.
         """
         if isinstance(weight, Tensor) or weight == 0:
             self.weight_mask.cover(parameters(optimizer), weight, gathers)
@@ -152,12 +152,12 @@ class WindowGradients:
             self.weight_mask.lift()
 
     def measure(self, optimizer: Optimizer, weight: Weight, scale: Weight, batch: int, *, opens_batch: bool) -> None:
-        """Take the norm of the next backward's own gradient, if somebody asks for this window's.
+        """Measure the gradient norm of the next backward alone, if this window is to be measured.
 
         Args:
-            optimizer: whose parameters.
+            optimizer: has the parameters.
             weight: of the contribution.
-            scale: what its loss is multiplied by.
+            scale: factor of its loss.
             batch: number of its loader batch.
             opens_batch: False for a further piece of a split batch.
         """
@@ -166,13 +166,13 @@ class WindowGradients:
             self.norms.begin(optimizer, weight, scale)
 
     def unmask(self, optimizer: Optimizer | None = None, loss_scale: Weight = 1.0) -> None:
-        """The backward is through, that of a contribution to this optimizer's window, under this GradScaler's scale."""
+        """End the backward of a contribution to this optimizer's window, under this GradScaler's scale."""
         self.weight_mask.lift()
         if optimizer in self.norms.measured:
             self.norms.end(optimizer, loss_scale)
 
     def scale(self, optimizer: Optimizer, factor: Weight) -> None:
-        """Multiply what the open window has summed."""
+        """Multiply the open window's gradients."""
         self.turn_to(optimizer)
         scale(optimizer, factor)
         if self._float32 is not None:
@@ -186,7 +186,7 @@ class WindowGradients:
             self._float32.put_back(optimizer, correction)
 
     def drop(self, optimizer: Optimizer) -> None:
-        """Leave nothing to step with."""
+        """Drop the optimizer's gradients and sums."""
         self.turn_to(optimizer)
         drop(optimizer)
         self.norms.drop(optimizer)
@@ -194,13 +194,13 @@ class WindowGradients:
             self._float32.drop(optimizer)
 
     def held(self, optimizer: Optimizer) -> list[Tensor | None]:
-        """What the open window has summed, one entry for each parameter; the tensors themselves."""
+        """Return the open window's gradients, one entry per parameter; the tensors themselves."""
         self.turn_to(optimizer)
         sums = {} if self._float32 is None else self._float32.sums
         return [sums.get(parameter, parameter.grad) for parameter in parameters(optimizer)]
 
     def hold(self, optimizer: Optimizer, totals: Iterable[Tensor | None]) -> None:
-        """Go on from what `held` gave."""
+        """Continue from gradients that `held` returned."""
         self.turn_to(optimizer)
         for parameter, total in zip(parameters(optimizer), totals, strict=True):
             if total is None:
@@ -211,14 +211,14 @@ class WindowGradients:
                 parameter.grad = total.to(parameter.device, parameter.dtype)
 
     def release(self) -> None:
-        """The fit has ended; what an open window has summed can still be saved."""
+        """Remove all hooks at the end of a fit; an open window's gradients can still be saved."""
         self.weight_mask.release()
         self.norms.release()
         if self._float32 is not None:
             self._float32.release()
 
     def remember(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
-        """Keep the gradients of an open window, if there are any; what is returned puts them back."""
+        """Save the gradients of an open window; return a function that restores them."""
         kept = {p: None if p.grad is None else p.grad.clone() for p in parameters}
         put_back_norms = self.norms.remember()
         put_back_sums = None if self._float32 is None else self._float32.remember(kept)
@@ -236,7 +236,7 @@ class WindowGradients:
         return put_back
 
     def end(self) -> None:
-        """Forget the last fit."""
+        """Discard the state of the last fit."""
         self.release()
         self._own.start([])
         if self._float32 is not None:
@@ -244,6 +244,6 @@ class WindowGradients:
 
 
 def window_gradients(trainer: Trainer) -> WindowGradients:
-    """Return the open window's gradients: those of the fit's AccumulationScheduler, which this room cannot import."""
+    """Return the open window's gradients, from the fit's AccumulationScheduler, which this package cannot import."""
     found = (getattr(callback, "gradients", None) for callback in loop.callbacks(trainer))
     return next(gradients for gradients in found if isinstance(gradients, WindowGradients))

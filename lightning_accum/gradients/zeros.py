@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 
 def zero_of(module: nn.Module, parameters: Iterable[Tensor]) -> Tensor:
-    """Return 0 with a graph that gives each parameter a gradient of zeros, of the kind that other backwards give it."""
+    """Return 0 with a graph that gives each parameter a gradient of zeros, of the same kind as in other backwards."""
     sparse = _with_sparse_gradients(module)
     return torch.stack([_zero_of(parameter, parameter in sparse) for parameter in parameters]).sum()
 
 
 def _with_sparse_gradients(module: nn.Module) -> set[Tensor]:
-    """Return the parameters whose gradients are sparse. Fact: DDP asks the same, and expects such gradients of them."""
+    """Return the parameters whose gradients are sparse. Fact: DDP checks the same, and expects sparse gradients."""
     embeddings = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
     return {embedding.weight for embedding in embeddings if embedding.sparse}
 

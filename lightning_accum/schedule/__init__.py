@@ -1,1 +1,1 @@
-"""Which accumulation factor applies where, and the windows that follow from it."""
+"""Which accumulation factor applies when, and the resulting windows."""

@@ -1,4 +1,4 @@
-"""A schedule that can be exchanged between fits, by the arguments that it was made of."""
+"""A schedule that can be replaced between fits by assigning its arguments."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from lightning_accum.schedule.factors import Given, Interval, Schedule, requeste
 
 
 class AssignableSchedule:
-    """Keeps ``scheduling``, ``effective_batch_size`` and ``interval``, and the schedule that they make.
+    """Keeps ``scheduling``, ``effective_batch_size`` and ``interval``, and the schedule that they define.
 
-    Each can be assigned between fits, as notebooks do; the next fit then has the new schedule.
+    Each can be assigned between fits, as in a notebook; the next fit then uses the new schedule.
     """
 
     schedule: Schedule
@@ -20,11 +20,11 @@ class AssignableSchedule:
         self._requested = _copied(scheduling), _copied(effective_batch_size), interval
 
     def _refuse_assignment(self, name: str) -> None:
-        """Raise if it is not the time to exchange the schedule."""
+        """Raise if the schedule cannot be replaced now."""
 
     @property
     def scheduling(self) -> Given | None:
-        """The factor, or factors by their starts, as given; None with effective batch sizes."""
+        """The factor, or ``{start: factor}``, as given; None with effective batch sizes."""
         return _copied(self._requested[0])
 
     @scheduling.setter
@@ -34,7 +34,7 @@ class AssignableSchedule:
 
     @property
     def effective_batch_size(self) -> Given | None:
-        """Samples per window on all ranks, or these by their starts, as given; None with factors."""
+        """Samples per window on all ranks, or ``{start: samples}``, as given; None with factors."""
         return _copied(self._requested[1])
 
     @effective_batch_size.setter

@@ -1,4 +1,4 @@
-"""What the training loader says about an epoch, without drawing a batch from it."""
+"""The size of an epoch from the training loader, without drawing a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def micro_batch_size(loader: object) -> int | None:
-    """Return the samples per micro-batch; None for several loaders, or for one without a ``batch_size``."""
+    """Return the samples per micro-batch; None for several loaders, or one without a ``batch_size``."""
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     return size if isinstance(size, int) else None
 
@@ -36,7 +36,7 @@ class Epoch:
     def seen(self, batches: int) -> int:
         """Return the samples on all ranks in the first ``batches`` micro-batches, also over several epochs.
 
-        A negative number counts backwards into the epochs before.
+        A negative number counts back into earlier epochs.
         """
         size = (self.micro_batch_size or 0) * self.ranks
         if self.batches == inf:
@@ -56,11 +56,11 @@ class Epoch:
 def epoch_of(trainer: Trainer) -> Epoch:
     """Return the size of the running fit's epochs, from its loader."""
     loader = trainer.train_dataloader
-    # A user's batch sampler draws from its own sampler; the loader's `sampler` is then an unused default.
+    # A user's batch sampler draws from its own sampler; `loader.sampler` is then an unused default.
     source = getattr(loader, "batch_sampler", None)
     source = loader if source is None else source
     sampler = getattr(source, "sampler", None)
-    # The sampler's length is per rank: DistributedSampler gives every rank equally many samples.
+    # The sampler's length is per rank: DistributedSampler gives every rank the same number of samples.
     samples = len(sampler) if isinstance(sampler, Sized) and not getattr(source, "drop_last", False) else inf
     return Epoch(trainer.num_training_batches, micro_batch_size(loader), samples, trainer.world_size)
 
@@ -68,6 +68,6 @@ def epoch_of(trainer: Trainer) -> Epoch:
 def samples(trainer: Trainer, first: int, end: int) -> int | None:
     """Return the samples on all ranks in micro-batches ``first`` to ``end - 1``; None if they are unknown.
 
-    A smaller last micro-batch counts with its true size. A negative ``first`` lies in the epochs before.
+    A smaller last micro-batch counts with its true size. A negative ``first`` is in an earlier epoch.
     """
     return epoch_of(trainer).between(first, end)

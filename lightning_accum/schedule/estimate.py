@@ -1,4 +1,4 @@
-"""The plan of a fit and its number of steps: by numbers, or by a Trainer."""
+"""The plan of a fit and its number of steps: from numbers, or from a Trainer."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def accumulation_plan(
     Args:
         scheduler: an `AccumulationScheduler`, or its ``scheduling``.
         batches: micro-batches per epoch on one rank: ``len(loader)``, or ``limit_train_batches``.
-        epochs: how many.
-        micro_batch_size: samples per micro-batch on one rank; needed where the schedule counts samples.
+        epochs: number of epochs.
+        micro_batch_size: samples per micro-batch on one rank; needed if the schedule counts samples.
         last_micro_batch_size: samples in an epoch's last micro-batch, if it is smaller.
         ranks: processes that train, on all nodes: ``trainer.world_size``.
         max_steps: effective steps after which the fit ends; -1 for no limit.
@@ -66,8 +66,8 @@ def accumulation_plan(
         positive_int(max_steps, f"accumulation_plan(max_steps={max_steps!r})", "must be an int >= 1; -1: no limit")
     if micro_batch_size is not None and (last_micro_batch_size or 0) > micro_batch_size:
         raise ValueError(
-            f"`accumulation_plan(last_micro_batch_size={last_micro_batch_size})`: an epoch's last micro-batch is at"
-            f" most as large as the others, of {micro_batch_size} samples."
+            f"`accumulation_plan(last_micro_batch_size={last_micro_batch_size})`: an epoch's last micro-batch cannot be"
+            f" larger than the others, of {micro_batch_size} samples."
         )
     schedule, partial_window, every = _parse_scheduler(scheduler)
     samples = inf
@@ -88,8 +88,8 @@ def _parse_scheduler(
     if is_scheduler(scheduler):
         return scheduler.schedule, scheduler.partial_window, tuple(scheduler.every or ())
     raise TypeError(
-        f"`accumulation_plan({scheduler!r}, ...)`: must be an AccumulationScheduler, or what one takes: an int"
-        " or {start: factor}."
+        f"`accumulation_plan({scheduler!r}, ...)`: must be an AccumulationScheduler, or its `scheduling`: an int or"
+        " {start: factor}."
     )
 
 
@@ -100,7 +100,7 @@ def _fit_of(trainer: Trainer) -> Fit:
 
 
 def windows_of(trainer: Trainer, steps: int, num_optimizers: int) -> int:
-    """Return the effective steps in which the optimizers together take so many steps; a part of one counts as one."""
+    """Return in how many effective steps the optimizers together take ``steps`` steps, rounded up."""
     fit = _fit_of(trainer)
     if not fit.every:
         return ceil(steps / num_optimizers)
@@ -108,7 +108,7 @@ def windows_of(trainer: Trainer, steps: int, num_optimizers: int) -> int:
 
 
 def plan_of(trainer: Trainer, num_optimizers: int) -> AccumulationPlan | None:
-    """Return the plan of the whole training, from step 0 also when this fit resumes; None if it has no known end."""
+    """Return the plan of the whole training, from step 0 even if this fit resumes; None if it has no known end."""
     fit, max_windows = _fit_of(trainer), _max_windows(trainer, num_optimizers)
     if inf in (fit.epoch.batches, min(fit.epochs, max_windows)):
         return None
@@ -116,33 +116,33 @@ def plan_of(trainer: Trainer, num_optimizers: int) -> AccumulationPlan | None:
 
 
 def _max_windows(trainer: Trainer, num_optimizers: int) -> float:
-    # The fit ends with the window in which the last counted step lies.
+    # The fit ends with the window that contains the last counted step.
     return inf if trainer.max_steps == -1 else windows_of(trainer, trainer.max_steps, num_optimizers)
 
 
 def estimated_stepping_batches(trainer: Trainer, *, num_optimizers: int = 1, optimizer_idx: int | None = None) -> int:
     """Return the exact number of effective steps of the whole training, for an LR schedule's length.
 
-    It counts from step 0, also when this fit resumes, as ``OneCycleLR(total_steps=...)`` or a warm-up needs. Call it in
+    It counts from step 0, even if this fit resumes, as ``OneCycleLR(total_steps=...)`` or a warm-up needs. Call it in
     ``configure_optimizers``. ``Trainer.estimated_stepping_batches`` applies the current factor to all epochs, which is
     wrong under a schedule.
 
     Args:
         trainer: the Trainer of the running fit.
         num_optimizers: how many optimizers step in each window. ``Trainer.max_steps`` counts every optimizer's step:
-            ``max_steps=100`` ends after 50 windows of two optimizers. Not needed with ``every``, which says it.
-        optimizer_idx: position of an optimizer in ``configure_optimizers``, for its own steps: with
+            ``max_steps=100`` ends after 50 windows of two optimizers. Not needed with ``every``.
+        optimizer_idx: position of an optimizer in ``configure_optimizers``, to count its steps: with
             ``AccumulationScheduler(..., every=[4, 1])`` the first one has fewer. None: effective steps.
 
     Returns:
-        Effective steps (windows closed), or an optimizer's own, from the start of the training to its end. A loader
-        without a length is taken for one that never ends.
+        Effective steps (windows closed), or one optimizer's steps, from the start of the training to its end. A loader
+        without a length is assumed never to end.
 
     Raises:
         MisconfigurationException: the fit has no known end: no ``max_steps``, and infinitely many epochs or a loader
             without a length.
         TypeError: a number that is not an int.
-        ValueError: ``num_optimizers`` is below 1, or not that of ``every``; there is no optimizer ``optimizer_idx``.
+        ValueError: ``num_optimizers`` is below 1, or differs from ``every``; there is no optimizer ``optimizer_idx``.
 
     References:
         https://github.com/Lightning-AI/pytorch-lightning/pull/11599
@@ -167,7 +167,7 @@ def estimated_stepping_batches(trainer: Trainer, *, num_optimizers: int = 1, opt
 
 
 def _check_optimizers(num_optimizers: int, optimizer_idx: int | None, known: int) -> None:
-    """Raise unless both fit each other; ``known``: the number of optimizers in ``every``, 0 without it."""
+    """Raise unless both are consistent; ``known``: the number of optimizers in ``every``, 0 without it."""
     call = f"estimated_stepping_batches(num_optimizers={num_optimizers!r})"
     positive_int(num_optimizers, call)
     if known and num_optimizers not in (1, known):

@@ -25,7 +25,7 @@ class Schedule:
         starts: ascending, the first one is 0; epochs (from 0), effective steps, or samples on all ranks.
         factors: micro-batches per window, one for each start.
         interval: the unit of the starts.
-        sizes: effective batch sizes to derive the factors from; all factors are 1 until `resolve` derives them.
+        sizes: effective batch sizes; all factors are 1 until `resolve` derives them from these.
 
     Example:
         >>> schedule = Schedule.parse({5: 4})
@@ -42,7 +42,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, scheduling: Given, interval: Interval = "epoch") -> Schedule:
-        """Check and normalise the factors that a user gave. A mapping is copied, never changed.
+        """Check and normalise a user's factors. A mapping is copied, never changed.
 
         Args:
             scheduling: one factor for the whole training, or ``{start: factor}``; a missing start 0 means factor 1.
@@ -57,7 +57,7 @@ class Schedule:
 
     @classmethod
     def of_sizes(cls, effective_batch_size: Given, interval: Interval) -> Schedule:
-        """Check and normalise effective batch sizes (samples on all ranks) as `parse` does factors.
+        """Check and normalise effective batch sizes (samples on all ranks), as `parse` does with factors.
 
         A missing start 0 means a size of 1, which rounds up to factor 1.
         """
@@ -66,11 +66,11 @@ class Schedule:
         return cls(starts, (1,) * len(sizes), interval, sizes)
 
     def factor(self, *, epoch: int, effective_step: int, samples: int) -> int:
-        """Return the factor of a window that opens in this epoch, after so many effective steps and samples."""
+        """Return the factor of a window that opens in this epoch, after these counts of effective steps and samples."""
         return self.factor_at({"epoch": epoch, "step": effective_step, "sample": samples}[self.interval])
 
     def factor_at(self, position: int) -> int:
-        """Return the factor at a position (from 0) in the schedule's own unit."""
+        """Return the factor at a position (from 0) in the schedule's unit."""
         # The last start that is not after the position.
         return self.factors[bisect_right(self.starts, position) - 1]
 
@@ -94,7 +94,7 @@ class Schedule:
 
 
 def requested(scheduling: Given | None, effective_batch_size: Given | None, interval: Interval) -> Schedule:
-    """Return the schedule of whichever of the two arguments was given.
+    """Return the schedule from the one of the two arguments that was given.
 
     Raises:
         MisconfigurationException: both were given, or neither.
@@ -103,7 +103,7 @@ def requested(scheduling: Given | None, effective_batch_size: Given | None, inte
         return Schedule.parse(scheduling, interval)
     if effective_batch_size is not None and scheduling is None:
         return Schedule.of_sizes(effective_batch_size, interval)
-    # The call in the error shows neither argument where neither was given.
+    # If neither was given, the call in the error shows neither.
     given = {"scheduling": scheduling, "effective_batch_size": effective_batch_size} if scheduling is not None else {}
     raise MisconfigurationException(
         f"`{_call(**given)}`: give one of the two, `scheduling` (micro-batches per window) or `effective_batch_size`"
@@ -112,7 +112,7 @@ def requested(scheduling: Given | None, effective_batch_size: Given | None, inte
 
 
 def factor_for(effective_batch_size: int, micro_batch_size: int, ranks: int = 1) -> int:
-    """Return the micro-batches per window for so many samples on all ranks, rounded up.
+    """Return the micro-batches per window for this many samples on all ranks, rounded up.
 
     Example:
         >>> factor_for(32, 8), factor_for(32, 4), factor_for(32, 4, ranks=2), factor_for(33, 8)
@@ -133,8 +133,8 @@ class _Argument:
 
     Args:
         name: the argument of AccumulationScheduler.
-        what: what its numbers are, for errors.
-        value: what the user gave.
+        what: meaning of its numbers, for errors.
+        value: the user's.
         interval: the unit of the starts.
     """
 
@@ -167,11 +167,11 @@ class _Argument:
                 key = int(key)
         if isinstance(key, str):
             raise TypeError(
-                f"{self._call}: the start {key!r} is not a number. Optimizers have no names here. For a rhythm of each"
-                " give `every`, in the order of `configure_optimizers`: with `AccumulationScheduler(2, every=[1, 2])`"
-                " the first one steps after 2 micro-batches, the second one after 4."
+                f"{self._call}: the start {key!r} is not a number. Optimizers have no names here. For a rhythm per"
+                " optimizer give `every`, in the order of `configure_optimizers`: with `AccumulationScheduler(2,"
+                " every=[1, 2])` the first one steps after 2 micro-batches, the second one after 4."
             )
-        # For Python `True` is the int 1: `{True: 2}` would silently start at 1.
+        # In Python `True` is the int 1: `{True: 2}` would silently start at 1.
         if isinstance(key, bool) or not isinstance(key, int):
             raise TypeError(f"{self._call}: a start must be an int ({self.interval}s, from 0), got {key!r}.")
         if key < 0:
@@ -192,7 +192,7 @@ class _Argument:
 
 
 def _call(**given: object) -> str:
-    """Return the user's call as code, which error messages begin with."""
+    """Return the user's call as code, to begin an error message."""
     return f"AccumulationScheduler({', '.join(f'{name}={_shown(value)}' for name, value in given.items())})"
 
 

@@ -24,7 +24,7 @@ _SHOWN_ROWS = 20  # about a screen; `AccumulationMonitor` shows the table at fit
 
 @dataclass(frozen=True)
 class AccumulationPlan:
-    """The windows of a whole training. Printed, it is a table with one row for epochs that look the same.
+    """The windows of a whole training. Prints as a table with one row for consecutive epochs that look the same.
 
     Args:
         rows: consecutive windows of one factor, in order.
@@ -43,14 +43,14 @@ class AccumulationPlan:
 
     @property
     def optimizer_steps(self) -> tuple[int, ...]:
-        """Steps of each optimizer in the whole training; without ``every`` it is empty."""
+        """Steps of each optimizer in the whole training; empty without ``every``."""
         return tuple(map(sum, zip(*(row.steps for row in self.rows), strict=True)))
 
     def plot(self, ax: Axes | None = None) -> tuple[Figure, Axes]:
-        """Draw the factor and the effective batch over effective steps and over samples.
+        """Draw the factor and the effective batch over effective steps and samples.
 
-        The left axis is the effective batch, the right one the factor; below are effective steps, above samples.
-        Without a known micro-batch size there is the factor over effective steps.
+        The left axis is the effective batch, the right one the factor; below are effective steps, above samples. If
+        the micro-batch size is unknown, draw the factor over effective steps only.
 
         Args:
             ax: axes to draw into; None makes a figure.
@@ -83,7 +83,7 @@ class AccumulationPlan:
     def _add_samples(self, ax: Axes, edges: list[int]) -> None:
         """Add an axis above the plot; samples do not grow evenly with effective steps."""
         from matplotlib.ticker import MaxNLocator
-        from numpy import interp  # matplotlib needs it, and nothing else here
+        from numpy import interp  # installed with matplotlib
 
         last = self.rows[-1]
         end = last.first_sample + last.micro_batches * self.samples_per_factor
@@ -96,7 +96,7 @@ class AccumulationPlan:
         above.set_ticks(_apart([x for x in rounded if 0 <= x <= end], functions[1], self.effective_steps / 10))
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Return the table's cells: its header, then its rows; of a long table the first rows and the last one."""
+        """Return the table's cells: its header, then its rows; for a long table the first rows and the last one."""
         in_samples = ("effective batch", "from sample") if self.samples_per_factor else ()
         named = ("epochs", "factor", "windows per epoch", _PARTIAL_WINDOW[self.partial_window], "from effective step")
         of_optimizers = (f"steps of optimizer {i}" for i in range(len(self.optimizer_steps)))
@@ -108,7 +108,7 @@ class AccumulationPlan:
         return [header, *first, cut, self._cells(self.rows[-1])]
 
     def _cells(self, row: Stretch) -> tuple[str, ...]:
-        # Carried windows close more often in some epochs than in others, so a row shows the range.
+        # The number of carried windows that close varies over the epochs, so a row shows the range.
         windows, rests = zip(*row.each_epoch(), strict=True)
         if self.partial_window == "average":  # a last window without a rest is a full one
             rests = tuple(rest or row.factor for rest in rests)
@@ -133,7 +133,7 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def _apart(numbers: Iterable[float], place: Callable[[float], float], distance: float) -> list[float]:
-    """Return those that have room beside an axis: this far from the one before, by their places."""
+    """Return the numbers whose labels do not overlap: their places are at least ``distance`` apart."""
     shown: list[float] = []
     for number in numbers:
         if not shown or abs(place(number) - place(shown[-1])) >= distance:
@@ -148,9 +148,9 @@ class Fit:
     Args:
         schedule: the factors.
         epoch: the size of each epoch.
-        epochs: how many.
+        epochs: number of epochs.
         partial_window: how a partial window at an epoch's end is handled.
-        every: effective steps that each optimizer's own window spans; empty: one.
+        every: effective steps that each optimizer's window spans; empty: one.
     """
 
     schedule: Schedule
@@ -160,12 +160,12 @@ class Fit:
     every: tuple[int, ...] = ()
 
     def plan(self, max_windows: float) -> AccumulationPlan:
-        """Return its plan, if it ends after so many effective steps at the latest."""
+        """Return its plan if it ends after at most ``max_windows`` effective steps."""
         rows = tuple(merge(self._walk(max_windows)))
         return AccumulationPlan(rows, self.partial_window, (self.epoch.micro_batch_size or 0) * self.epoch.ranks)
 
     def steps_in(self, windows: int) -> tuple[int, ...]:
-        """Return how often each optimizer steps in so many effective steps; an epoch without a length never ends."""
+        """Return each optimizer's steps in this many effective steps; an epoch without a length never ends."""
         if self.epoch.batches == inf:
             return tuple(windows // span for span in self.every)
         walked = [stretch.steps for stretch in self._walk(windows)]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Scheduled(Protocol):
-    """What an AccumulationScheduler knows before there is a fit."""
+    """The attributes of an AccumulationScheduler that do not depend on a fit."""
 
     schedule: Schedule
     partial_window: PartialWindow
@@ -25,7 +25,7 @@ class Scheduled(Protocol):
 
 
 def is_scheduler(candidate: object) -> TypeGuard[Scheduled]:
-    """Return whether an object is an AccumulationScheduler, which this room cannot import."""
+    """Return whether an object is an AccumulationScheduler, which this package cannot import."""
     return isinstance(getattr(candidate, "schedule", None), Schedule)
 
 
@@ -33,7 +33,7 @@ def is_scheduler(candidate: object) -> TypeGuard[Scheduled]:
 
 
 def resolve(schedule: Schedule, trainer: Trainer) -> Schedule:
-    """Return the schedule with the factors that its effective batch sizes have in this fit.
+    """Return the schedule with the factors that follow from its effective batch sizes in this fit.
 
     Raises:
         MisconfigurationException: the schedule counts samples, and the training loader has no known ``batch_size``.
@@ -46,7 +46,7 @@ def resolve(schedule: Schedule, trainer: Trainer) -> Schedule:
 
 
 def with_factors(schedule: Schedule, size: int, ranks: int) -> Schedule:
-    """Return the schedule with the factors for micro-batches of this size on so many ranks."""
+    """Return the schedule with the factors for this micro-batch size and number of ranks."""
     if schedule.sizes is None:
         return schedule
     return replace(schedule, factors=tuple(factor_for(wanted, size, ranks) for wanted in schedule.sizes))
@@ -91,15 +91,15 @@ def schedule_of(trainer: Trainer) -> Schedule:
 
 
 def batch_growth(trainer: Trainer) -> float:
-    """Return the scheduled effective batch size over that at epoch and step 0, also in a resumed fit."""
+    """Return the scheduled effective batch size relative to the first one, also in a resumed fit."""
     # The micro-batch size and the ranks are the same in both and cancel.
     return current_window(trainer).factor / schedule_of(trainer).factor_at(0)
 
 
 def arithmetic(trainer: Trainer, schedule: Schedule) -> str:
-    """Return the line for fit start: the factors, and the effective batch sizes that they give.
+    """Return the line to log at fit start: the factors and the resulting effective batch sizes.
 
-    It is empty where there is nothing to tell: without accumulation, or where a callback shows the plan as a table.
+    It is empty without accumulation, and if a callback shows the plan as a table.
     """
     if schedule.largest_factor == 1 or any(getattr(other, "shows_plan", False) for other in loop.callbacks(trainer)):
         return ""

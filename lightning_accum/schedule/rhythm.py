@@ -1,4 +1,4 @@
-"""How often each optimizer steps in a fit, if its own window spans several effective steps. Pure ints, no Trainer."""
+"""How often each optimizer steps in a fit with ``every``. Pure ints, no Trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def with_steps(
         stretches: of a walk, in order.
         every: effective steps that each optimizer's window spans.
         batches: micro-batches per epoch.
-        partial_window: how to handle a window that an epoch ends inside of.
+        partial_window: how to handle a partial window at the end of an epoch.
     """
     held, at = [0] * len(every), 0  # effective steps that the open windows hold; micro-batches of the epoch so far
     for stretch in stretches:
@@ -35,7 +35,7 @@ def with_steps(
 
 
 def windows_until(steps: int, steps_in: Callable[[int], int]) -> int:
-    """Return the fewest effective steps in which optimizers take so many steps; in each one at least one does.
+    """Return the fewest effective steps in which the optimizers take ``steps`` steps; each has at least one.
 
     Example:
         >>> windows_until(6, lambda windows: windows + windows // 4)  # every=[1, 4]

@@ -1,4 +1,4 @@
-"""Checks of single values that a user gives: a positive int, one of several words."""
+"""Checks of single arguments: a positive int, one of several strings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def positive_int(value: object, call: str, must_be: str = "must be an int >= 1")
     """Return the value if it is an int of at least 1.
 
     Args:
-        value: what the user gave.
+        value: the user's.
         call: the user's call as code, for the error: ``"ValidateEveryNSteps(n=0)"``.
         must_be: what is accepted, for the error.
 
@@ -40,7 +40,7 @@ def one_of(value: object, call: str, accepted: object) -> None:
     """Raise ValueError unless the value is one of a ``Literal``'s.
 
     Args:
-        value: what the user gave.
+        value: the user's.
         call: the user's call as code, for the error.
         accepted: the ``Literal`` type.
 
@@ -55,7 +55,7 @@ def one_of(value: object, call: str, accepted: object) -> None:
 
 
 def join_first(texts: Iterable[str], total: int, separator: str = ", ") -> str:
-    """Join texts; of more than `SHOWN` only the first ones, and how many more there are.
+    """Join texts; if there are more than `SHOWN`, only the first ones and the number of the rest.
 
     Example:
         >>> join_first(map(str, range(4)), 4), join_first(map(str, range(10_000)), 10_000)

@@ -1,4 +1,4 @@
-"""A walk through a fit in integers: which windows it has. Epochs that look the same are taken at once. No Trainer."""
+"""A walk through the windows of a fit. Equal epochs are taken at once. Pure ints, no Trainer."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Stretch:
 
     Args:
         first_epoch: its first epoch (from 0).
-        last_epoch: its last epoch; each one has equally many of its micro-batches.
+        last_epoch: its last epoch; each one has the same number of its micro-batches.
         factor: micro-batches per window.
         micro_batches: in all its epochs, on one rank.
         windows: closed in all its epochs.
-        rest: micro-batches in the partial window that its last epoch ends with; 0 if there is none.
-        held: micro-batches that its first window already holds from the epoch before.
-        carries: whether a partial window goes on in the next epoch.
+        rest: micro-batches in the partial window at the end of its last epoch; 0 if there is none.
+        held: micro-batches that its first window already holds from the previous epoch.
+        carries: whether a partial window continues in the next epoch.
         first_step: effective steps before it.
         first_sample: samples seen before it, on all ranks; 0 if the micro-batch size is unknown.
-        steps: how often each optimizer steps in it, if they have rhythms of their own; otherwise empty.
+        steps: how often each optimizer steps in it; empty without ``every``.
     """
 
     first_epoch: int
@@ -61,12 +61,12 @@ class Stretch:
         return (before + self.micro_batches_per_epoch) // self.factor - before // self.factor
 
     def each_epoch(self) -> Iterator[tuple[int, int]]:
-        """Yield windows and rest for each epoch, only up to where they repeat."""
+        """Yield windows and rest for each epoch, until they repeat."""
         if not self.carries:
             yield self.windows // self.epochs, self.rest
             return
         held, batches = self.held, self.micro_batches_per_epoch
-        # After this many epochs their micro-batches fill whole windows, so a carried window is as full as before.
+        # After this many epochs the micro-batches fill whole windows, so a carried window is as full as before.
         period = self.factor // gcd(batches, self.factor)
         for _ in range(min(self.epochs, period)):
             windows, held = divmod(held + batches, self.factor)
@@ -81,19 +81,19 @@ def walk(
     Args:
         schedule: the factors.
         epoch: the size of each epoch; its number of micro-batches is known.
-        epochs: how many; ``inf`` needs a finite ``max_windows``.
+        epochs: number of epochs; ``inf`` needs a finite ``max_windows``.
         partial_window: how to handle a partial window at an epoch's end.
         max_windows: effective steps after which the fit ends.
 
     Yields:
-        Stretches in order. One ends where the factor changes, and at the latest where the fit ends. A fit that would go
-        on for ever without closing a window ends after the first such epoch.
+        Stretches in order. One ends when the factor changes or the fit ends. A fit that would continue forever without
+        closing a window ends after the first such epoch.
     """
     place = _Place(schedule, epoch, partial_window, max_windows)
     while place.epoch < epochs and place.step < max_windows:
         count = place.equal_epochs(epochs - place.epoch)
         if count == inf:
-            yield place.take(place.batches)  # no bound is ever reached: all epochs that follow are this one
+            yield place.take(place.batches)  # no bound is ever reached: all following epochs are like this one
             return
         if count > 0:
             yield place.take(place.batches, int(count))
@@ -102,7 +102,7 @@ def walk(
 
 
 class _Place:
-    """How far a walk has come, at a micro-batch of an epoch.
+    """The position of a walk, at a micro-batch of an epoch.
 
     Args:
         schedule: the factors.
@@ -115,12 +115,12 @@ class _Place:
         self.schedule, self.size, self.max_windows = schedule, size, max_windows
         self.averages, self.carries = partial_window == "average", partial_window == "carry"
         self.batches = int(size.batches)
-        self.epoch = self.at = self.step = self.held = 0  # `held`: micro-batches in a window that is carried on
+        self.epoch = self.at = self.step = self.held = 0  # `held`: micro-batches in a carried window
         self._last_factor = 0
 
     @property
     def factor(self) -> int:
-        # A carried window keeps the factor that it was opened with.
+        # A carried window keeps the factor it was opened with.
         return self._last_factor if self.held else self.schedule.factor_at(self.position)
 
     @property
@@ -129,13 +129,13 @@ class _Place:
 
     @property
     def position(self) -> int:
-        """The place in the schedule's own unit."""
+        """The place in the schedule's unit."""
         return {"epoch": self.epoch, "step": self.step, "sample": self.samples}[self.schedule.interval]
 
     def equal_epochs(self, left: float) -> float:
-        """Return how many of the ``left`` epochs from here on certainly have one factor and do not end the fit.
+        """Return how many of the next ``left`` epochs certainly have one factor and do not end the fit.
 
-        Each bound stays one below the next change, so the epoch of a change is always left to `take_epoch`.
+        Each bound stays one below the next change, so `take_epoch` always handles the epoch of a change.
         """
         position = self.position
         if self.factor != self.schedule.factor_at(position):  # a carried window is still open with another factor
@@ -152,7 +152,7 @@ class _Place:
         return min(count, (change - position - 1) // samples if samples else inf)
 
     def _epochs_within(self, windows: float) -> float:
-        """Return how many epochs close at most so many windows."""
+        """Return in how many epochs at most this many windows close."""
         if windows == inf:
             return inf
         if self.carries:
@@ -169,19 +169,19 @@ class _Place:
             yield self.take(min(left, self._full_windows(left) * self.factor - self.held))
 
     def _full_windows(self, left: int) -> int:
-        """Return how many windows may open from here on before the factor changes."""
+        """Return how many windows may open before the factor changes."""
         if self.held:
             return 1
         at_most = int(min(left, self.max_windows - self.step))  # a window takes one of `left` micro-batches or more
         change = self.schedule.next_start(self.position)
         if change is None or self.schedule.interval == "epoch":
             return at_most
-        # The window in which the change lies keeps the old factor, so their number is rounded up.
+        # The window that contains the change keeps the old factor, so the number is rounded up.
         per_window = 1 if self.schedule.interval == "step" else self.factor * self.size.seen(1)
         return min(-(-(change - self.position) // per_window), at_most)
 
     def take(self, batches: int, epochs: int = 1) -> Stretch:
-        """Move on by so many micro-batches, or by several whole epochs of so many each."""
+        """Advance by ``batches`` micro-batches, or by several whole epochs of ``batches`` each."""
         factor = self.factor
         if self.carries:
             windows, rest = divmod(self.held + epochs * batches, factor)
@@ -208,7 +208,7 @@ class _Place:
 
 
 def merge(stretches: Iterable[Stretch]) -> list[Stretch]:
-    """Join the rest of a carried window with what follows in its epoch, then consecutive epochs that look the same."""
+    """Join stretches of one factor within an epoch, then consecutive epochs that look the same."""
     rows: list[Stretch] = []
     for _, of_epoch in groupby(stretches, key=lambda stretch: (stretch.first_epoch, stretch.factor)):
         stretch = reduce(_join, of_epoch)

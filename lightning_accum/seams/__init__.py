@@ -1,1 +1,1 @@
-"""Where this package leans on Lightning's inner workings."""
+"""The dependencies of this package on Lightning's internals."""

@@ -1,4 +1,4 @@
-"""A backward in manual optimization without the hooks that nothing defines, which are most of its time in Python.
+"""A backward in manual optimization without the undefined hooks, which are most of its time in Python.
 
 Fact: ``manual_backward`` calls ``strategy.backward``, and that the strategy's two hooks, the GradScaler, two hooks of
 every callback and of the module, two profiler contexts, and ``module.backward``.
@@ -32,21 +32,21 @@ _BEFORE, _AFTER = "on_before_backward", "on_after_backward"
 
 
 class _Way(Enum):
-    """How a backward runs, as far as the classes of all that may listen say."""
+    """How a backward runs, as determined by the classes of everything that may listen."""
 
     HEARD = "through `manual_backward`: something listens"
     DIRECT = "from the scaled loss, without the hooks of callbacks and module"
-    PLAIN = "from the loss itself, which nothing looks at on the way"
+    PLAIN = "from the loss itself, which no plugin changes"
 
 
 class UnheardBackward:
-    """Runs a backward directly while nothing would hear of it, and through ``manual_backward`` otherwise.
+    """Runs a backward directly while nothing listens to it, and through ``manual_backward`` otherwise.
 
-    What the classes define is looked up once for a list of callbacks; what is set on the objects, at every backward.
+    Hooks of classes are looked up once for a list of callbacks; hooks set on objects, at every backward.
 
     Args:
         trainer: the Trainer of the fit.
-        module: that is trained.
+        module: the trained module.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -63,7 +63,7 @@ class UnheardBackward:
         scaler, own = getattr(strategy.precision_plugin, "scaler", None), vars(strategy)
         is_watched = "pre_backward" in own or "post_backward" in own or "backward" in vars(self._module)
         if self._way is _Way.PLAIN and scaler is None and type(loss) is Tensor and not is_watched:
-            # To begin with the factor saves the multiplication, its backward and a tensor of ones. A new tensor each
+            # To start with the factor saves the multiplication, its backward and a tensor of ones. A new tensor each
             # time: it may become a parameter's gradient.
             start = factor.to(loss.dtype) if isinstance(factor, Tensor) else torch.full_like(loss, factor)
             loss.backward(gradient=start, **kwargs)  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ def _times(loss: Tensor, factor: _Factor) -> Tensor:
 
 
 def _way_of_classes(trainer: Trainer, module: LightningModule) -> _Way:
-    """How a backward runs if nothing is set on the objects, by what is between ``manual_backward`` and the loss."""
+    """Return how a backward runs if no hook is set on the objects."""
     strategy, precision = type(trainer.strategy), type(trainer.precision_plugin)
     is_silent = (
         _is_of(type(module), "manual_backward", LIGHTNING_MODULES)

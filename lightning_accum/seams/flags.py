@@ -17,19 +17,19 @@ _NONE = WindowLength(1)  # is on no Trainer
 
 
 class TrainerFlags:
-    """What was borrowed from a Trainer. Afterwards the Trainer has its own values again, whatever happened between."""
+    """The Trainer's flags that are replaced during a fit, and restored after it in any case."""
 
     def __init__(self) -> None:
-        self._own: dict[str, Any] = {}  # the Trainer's values of the flags that hold ours now
+        self._own: dict[str, Any] = {}  # the Trainer's values of the replaced flags
         self.written = _NONE
 
     @property
     def are_hidden(self) -> bool:
-        """Whether the flags were taken and are not back yet."""
+        """Whether the flags are hidden from Lightning's validator."""
         return _CLIP in self._own
 
     def hide(self, trainer: Trainer) -> None:
-        """Take the two flags that Lightning's validator refuses in manual optimization, while it looks.
+        """Hide the two flags that Lightning's validator refuses in manual optimization.
 
         The validator runs after ``configure_callbacks`` and before ``setup``, in which ``show`` brings them back.
         """
@@ -37,7 +37,7 @@ class TrainerFlags:
         trainer.accumulate_grad_batches, trainer.gradient_clip_val = 1, None
 
     def show(self, trainer: Trainer, window: WindowLength) -> None:
-        """Give the clip value back, and replace the factor by the first window."""
+        """Restore the clip value, and replace the factor by the first window."""
         self._own.setdefault(_FACTOR, trainer.accumulate_grad_batches)
         if (clip := self._own.pop(_CLIP, None)) is not None:
             trainer.gradient_clip_val = clip
@@ -59,36 +59,36 @@ class TrainerFlags:
             trainer.accumulate_grad_batches = self.written = self.written.closed(at)
 
     def write_begun_epoch(self, trainer: Trainer) -> None:
-        """Show a window that is not counted: the loader may begin an epoch with None, at which no window opens."""
+        """Show a window that is not counted: if the loader begins an epoch with None, no window opens there."""
         if self.in_charge(trainer):
             last = self.written
             fresh = WindowLength(int(last), 0, last.index, factor=last.factor, ends_with_epoch=last.ends_with_epoch)
             self.write(trainer, fresh)
 
     def hold_logs(self, trainer: Trainer, closes: bool) -> None:
-        """Let step metrics be due at a window's last micro-batch only; ``closes``: whether the present one is that."""
+        """Let step metrics be due only at a window's last micro-batch; ``closes``: whether the current one is it."""
         if closes:
             self.release_logs(trainer)
         elif _LOG_EVERY in self._own and type(trainer.log_every_n_steps) is not NotDue:  # type: ignore[attr-defined]
             trainer.log_every_n_steps = NotDue(self._own[_LOG_EVERY])  # type: ignore[attr-defined]
 
     def release_logs(self, trainer: Trainer) -> None:
-        """Let step metrics be due as the user's own flag says."""
+        """Let step metrics be due according to the user's flag."""
         if _LOG_EVERY in self._own:
             trainer.log_every_n_steps = self._own[_LOG_EVERY]  # type: ignore[attr-defined]
 
     def in_charge(self, trainer: Trainer) -> bool:
-        """Whether the Trainer's factor is still what was written last.
+        """Whether the Trainer's factor is still the one written last.
 
         StochasticWeightAveraging writes its own for a pass over the data that only gathers BatchNorm statistics.
         """
         return trainer.accumulate_grad_batches is self.written
 
     def _enter_last_batch(self, trainer: Trainer) -> None:
-        """Let a fit that resumes inside its last micro-batch enter the loop, to do what is left of that.
+        """Let a fit that resumes inside its last micro-batch enter the loop, to finish that micro-batch.
 
-        Fact: where `max_steps` are reached, the loop makes no validation and calls no hook. It asks behind its first
-        call of ``setup_data``, and once more behind ``on_train_start``; the second call is where the epoch continues.
+        Fact: if `max_steps` is reached, the loop runs no validation and calls no hook. It checks after its first
+        call of ``setup_data``, and again after ``on_train_start``; the epoch continues at the second call.
         """
         fit_loop = trainer.fit_loop
         set_up: hooks.Hook = fit_loop.setup_data
@@ -103,7 +103,7 @@ class TrainerFlags:
         hooks.shadow(fit_loop, "setup_data", set_up_then_enter)
 
     def give_back(self, trainer: Trainer) -> None:
-        """Restore what was taken; calling it twice does nothing."""
+        """Restore the Trainer's flags; a second call does nothing."""
         _restore_max_steps(trainer)
         for name, value in self._own.items():
             setattr(trainer, name, value)
@@ -112,7 +112,7 @@ class TrainerFlags:
 
 
 def _is_inside_batch(trainer: Trainer) -> bool:
-    """Whether the checkpoint just loaded is made inside a micro-batch, or the validation behind one."""
+    """Whether the loaded checkpoint was made inside a micro-batch, or in the validation after one."""
     epoch_loop: Any = trainer.fit_loop.epoch_loop
     trained, validated = epoch_loop.batch_progress.current, epoch_loop.val_loop.batch_progress.current
     return bool(trained.completed < trained.ready or validated.completed < validated.ready)

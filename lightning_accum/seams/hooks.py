@@ -1,4 +1,4 @@
-"""The user's hooks: wrapped on the class, or covered on the object for a while, and left as they were."""
+"""The user's hooks: wrapped on the class, or covered on the object for a while, and restored."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _ABSENT = object()
 
 
 def uncompiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Keep a function out of ``torch.compile``, with the types that torch's own decorator takes away."""
+    """Keep a function out of ``torch.compile``, with its types, which torch's decorator erases."""
     disabled: Callable[_Arguments, _Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
 
 
 @uncompiled
 def run_uncompiled(owner: object, hook: Hook, *args: object, **kwargs: object) -> object:
-    """Run a hook out of reach of ``torch.compile``.
+    """Run a hook outside ``torch.compile``.
 
     Fact: up to Lightning 2.6.6 that fails to trace how `log` reads signatures (Lightning's issue #21836).
     """
@@ -43,13 +43,13 @@ def run_uncompiled(owner: object, hook: Hook, *args: object, **kwargs: object) -
 
 
 def wrap(cls: type, name: str, run: Hook) -> None:
-    """Let ``run(self, hook, *args, **kwargs)`` run around a class's hook, wherever in the bases it is defined.
+    """Wrap a class's hook in ``run(self, hook, *args, **kwargs)``, wherever in the bases it is defined.
 
     Users override these hooks without ``super()``. Every subclass has a wrapper of its own, and the one of the
     instance's class is the one that acts: it runs around the outermost override.
     """
     hook = getattr(cls, name, None)
-    if hook is None:  # a mixin of the user's own, before it meets LightningModule
+    if hook is None:  # a user's mixin that is not a LightningModule yet
         return
 
     @functools.wraps(hook)
@@ -64,7 +64,7 @@ def wrap(cls: type, name: str, run: Hook) -> None:
 
 
 def _with_signature(hook: Hook) -> Hook:
-    """Return a twin of the user's function that has its signature at hand; the user's own is left alone.
+    """Return a copy of the user's function with its signature stored; the original stays unchanged.
 
     Fact: Lightning inspects the arguments of ``training_step`` at every micro-batch, which costs 10 us without it.
     """
@@ -92,7 +92,7 @@ class _Cover:
         return self.replacement(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Hook, tuple[object, ...]]:
-        """Copy and pickle as the hook behind it: a copy of the module takes no part in the fit."""
+        """Copy and pickle as the covered hook: a copy of the module takes no part in the fit."""
         return _hook_of, (self.owner, self.hook, None if self.covered is _ABSENT else self.covered)
 
 
@@ -106,14 +106,14 @@ def shadow(owner: object, hook: str, replacement: Hook) -> None:
 
 
 def shadow_with_signature(module: LightningModule, hook: str) -> None:
-    """Put a module's own hook in front of itself, with its signature at hand (`_with_signature`), until `unshadow`."""
+    """Cover a module's hook by itself with a stored signature (`_with_signature`), until `unshadow`."""
     own = getattr(module, hook)
     if isinstance(function := getattr(own, "__func__", None), FunctionType) and not hasattr(own, "__wrapped__"):
         module.__dict__[hook] = _Cover(module, hook, own, _with_signature(function))
 
 
 def unshadow(owner: object, hook: str) -> None:
-    """Take away the last function put in front of a hook, if there is one; what the user set there is back."""
+    """Remove the last function put in front of a hook, if there is one; restore what the user set there."""
     cover = vars(owner).get(hook)
     if not isinstance(cover, _Cover):
         return
@@ -124,14 +124,14 @@ def unshadow(owner: object, hook: str) -> None:
 
 
 def unshadow_all(owner: object, *names: str) -> None:
-    """Take away everything put in front of these hooks."""
+    """Remove everything put in front of these hooks."""
     for hook in names:
         while isinstance(vars(owner).get(hook), _Cover):
             unshadow(owner, hook)
 
 
 def cover(owner: object, hook: str, replacement: Hook) -> None:
-    """Have one function in front of a hook, this one if there is none yet; called again and again."""
+    """Put a function in front of a hook unless there is one already; may be called repeatedly."""
     if not isinstance(vars(owner).get(hook), _Cover):
         shadow(owner, hook, replacement)
 
@@ -156,7 +156,7 @@ def shadow_once(owner: object, hook: str, replacement: Hook) -> None:
     shadow(owner, hook, once)
 
 
-# Those that Lightning calls on every callback in a micro-batch or at its window's end.
+# Hooks that Lightning calls on every callback in a micro-batch or at its window's end.
 OF_A_BATCH = (
     *("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
     *("on_before_zero_grad", "on_train_batch_end"),
@@ -164,9 +164,9 @@ OF_A_BATCH = (
 
 
 def leave_out(callback: Callback, *names: str) -> None:
-    """Let Lightning pass over hooks that a callback of ours does not define; a subclass may.
+    """Let Lightning skip hooks that our callback does not define; a subclass may define them.
 
-    Fact: it calls those of the base class too, in a profiler context each, but nothing that is not callable.
+    Fact: it also calls the base class's hooks, each in a profiler context, but nothing that is not callable.
     """
     for hook in names:
         if getattr(type(callback), hook) is getattr(Callback, hook):
@@ -174,9 +174,9 @@ def leave_out(callback: Callback, *names: str) -> None:
 
 
 def pass_over(callback: Callback, hook: str, skip: bool) -> None:
-    """Let Lightning skip a hook of a callback of ours while there is nothing for it to do, or call it again.
+    """Let Lightning skip a hook of our callback while it has nothing to do, or call it again.
 
-    That of a subclass may have more to do.
+    A subclass's hook may have more to do, so it is not skipped.
     """
     if skip and hook in vars(type(callback)):
         vars(callback)[hook] = None
@@ -191,7 +191,7 @@ def takes(hook: Hook, name: str) -> bool:
 
 
 def is_overridden(owner: LightningModule, hook: str) -> bool:
-    """Whether a module's hook is another than Lightning's, by its class or by what was set on the object."""
+    """Whether a module's hook is not Lightning's, by its class or by an attribute of the object."""
     if hook in vars(owner):
         return True
     own = getattr(type(owner), hook)
@@ -202,5 +202,5 @@ def is_overridden(owner: LightningModule, hook: str) -> bool:
 
 
 def is_set_on_object(owner: object, hook: str) -> bool:
-    """Whether the user has set a hook on the object, where a wrapper of its class does not run."""
+    """Whether the user has set a hook on the object, so that the class's wrapper does not run."""
     return hook in vars(owner)

@@ -1,4 +1,4 @@
-"""What the loggers and the progress bar get, and at which step of their x-axis."""
+"""The metrics for loggers and the progress bar, and their step on the x-axis."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def logger_step(trainer: Trainer) -> int:
 
 
 def advance_logger_step(trainer: Trainer) -> None:
-    """Count a window that was closed outside a micro-batch, which the loop cannot know of."""
+    """Count a window that was closed outside a micro-batch, which the loop cannot notice."""
     trainer.fit_loop.epoch_loop._batches_that_stepped += 1
 
 
 def set_logger_step(trainer: Trainer, steps: int) -> None:
-    """Say how many windows were closed, where the loop has counted one that an epoch's end has not closed."""
+    """Set the number of closed windows, if the loop has counted one that the epoch's end has not closed."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = steps
 
 
@@ -47,7 +47,7 @@ def log_metrics(trainer: Trainer, metrics: dict[str, Any]) -> None:
 
 
 def log_figure(trainer: Trainer, name: str, figure: Figure) -> None:
-    """Give a figure to the loggers that take one. Fact: W&B's has `log_image`, TensorBoard's writer `add_figure`."""
+    """Pass a figure to loggers that accept one. Fact: W&B's has `log_image`, TensorBoard's writer `add_figure`."""
     for logger in trainer.loggers:
         if hasattr(logger, "log_image"):
             logger.log_image(name, [figure], step=logger_step(trainer))
@@ -58,5 +58,5 @@ def log_figure(trainer: Trainer, name: str, figure: Figure) -> None:
 
 
 def is_logged(trainer: Trainer, name: str) -> bool:
-    """Whether the running loop has logged this. Fact: ``trainer.callback_metrics`` keeps what other loops have too."""
+    """Whether the running loop has logged this. Fact: ``trainer.callback_metrics`` also keeps other loops' metrics."""
     return name in trainer._logger_connector.metrics["callback"]

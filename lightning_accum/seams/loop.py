@@ -1,6 +1,6 @@
-"""Where this package leans on the inner workings of Lightning's loops: one small function each, with its fact.
+"""The dependencies of this package on the internals of Lightning's loops: a small function for each, with its fact.
 
-Facts about DDP and FSDP stand in ``gradients/distributed.py``, about the GradScaler in ``gradients/precision.py``.
+Facts about DDP and FSDP are in ``gradients/distributed.py``, about the GradScaler in ``gradients/precision.py``.
 ``tests/seams/test_loop.py`` has a test for each that fails when Lightning changes it.
 """
 
@@ -26,40 +26,40 @@ if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-Saved = dict[str, Any]  # a checkpoint, or what Lightning reads as a dict
+Saved = dict[str, Any]  # a checkpoint, as a dict
 
 
 def is_attached(module: LightningModule) -> bool:
-    """Whether a module has a Trainer. Fact: a module inside another one gets that one's; asking without one raises."""
+    """Whether a module has a Trainer. Fact: an inner module gets the outer one's; without one the property raises."""
     return module._trainer is not None
 
 
 def callbacks(trainer: Trainer) -> list[Callback]:
-    """The Trainer's callbacks. Fact: an attribute that Lightning sets from elsewhere, unknown to type checkers."""
+    """Return the Trainer's callbacks. Fact: Lightning sets this attribute elsewhere, unknown to type checkers."""
     return trainer.callbacks  # type: ignore[attr-defined,no-any-return]
 
 
 def set_callbacks(trainer: Trainer, callbacks: list[Callback]) -> None:
-    """Exchange the list. Fact: Lightning may be iterating over the old one, which must not change."""
+    """Replace the list of callbacks. Fact: Lightning may be iterating over the old one, which must not change."""
     trainer.callbacks = callbacks  # type: ignore[attr-defined]
 
 
 def remove_callback(trainer: Trainer, callback: Callback) -> None:
-    """Take one out of the list."""
+    """Remove a callback from the list."""
     set_callbacks(trainer, [other for other in callbacks(trainer) if other is not callback])
 
 
 def is_compiled(module: LightningModule) -> bool:
-    """Whether the fit got ``torch.compile(module)``. Fact: its steps are compiled and set on the module behind it."""
+    """Whether the fit got ``torch.compile(module)``. Fact: its compiled steps are set on the original module."""
     return module._compiler_ctx is not None
 
 
 def closes_window(trainer: Trainer) -> bool:
-    """Whether the present micro-batch is its window's last one.
+    """Whether the current micro-batch is its window's last one.
 
     Fact: the loop steps iff ``ready % trainer.accumulate_grad_batches == 0`` or the batch is the epoch's last one, and
-    counts a micro-batch as ready before ``on_train_batch_start``. The second half is not for windows that are not to
-    end there.
+    counts a micro-batch as ready before ``on_train_batch_start``. The second condition does not apply to windows that
+    do not end with their epoch.
     """
     window = trainer.accumulate_grad_batches
     if isinstance(window, WindowLength) and not window.ends_with_epoch:
@@ -68,39 +68,39 @@ def closes_window(trainer: Trainer) -> bool:
 
 
 def skips_backward(trainer: Trainer) -> bool:
-    """Whether the micro-batches are for statistics only, and move no weights.
+    """Whether the micro-batches are for statistics only, and change no weights.
 
-    Fact: StochasticWeightAveraging says so for its pass that gathers BatchNorm statistics. Automatic optimization then
-    makes no backward, but does step at the pass's last micro-batch, with the gradient that the step before has left.
+    Fact: StochasticWeightAveraging sets it for its pass that gathers BatchNorm statistics. Automatic optimization then
+    runs no backward, but steps at the pass's last micro-batch, with the gradient left from the previous step.
     """
     return trainer.fit_loop._skip_backward
 
 
 def ready_batches(trainer: Trainer) -> int:
-    """Micro-batches of this epoch that the loop has begun, the present one included."""
+    """Return the micro-batches of this epoch that the loop has begun, including the current one."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def place_in_epoch(trainer: Trainer, batch_idx: int) -> int:
-    """Return the present micro-batch's place in the epoch, in ``on_train_batch_start``.
+    """Return the current micro-batch's place in the epoch, in ``on_train_batch_start``.
 
-    Fact: the hook's `batch_idx` is one behind from the second one on if ``training_step`` takes the loader's iterator.
+    Fact: if ``training_step`` takes the loader's iterator, the hook's `batch_idx` lags by one from the second one on.
     """
     fetcher = trainer.fit_loop._data_fetcher
     return ready_batches(trainer) - 1 if type(fetcher).__name__ == "_DataLoaderIterDataFetcher" else batch_idx
 
 
 def batch_is_processed(trainer: Trainer) -> bool:
-    """Whether the present micro-batch's training step is through. Fact: counted just before ``on_train_batch_end``."""
+    """Whether the current micro-batch's training step is over. Fact: counted just before ``on_train_batch_end``."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(progress.processed == progress.ready)
 
 
 def enter_batch_as_done(checkpoint: Saved) -> None:
-    """Let a resumed fit go on behind the present micro-batch, as from a checkpoint made in ``on_train_batch_end``.
+    """Let a resumed fit continue after the current micro-batch, as from a checkpoint made in ``on_train_batch_end``.
 
-    Fact: it does so if all begun micro-batches are entered as started and processed, and otherwise runs this one again.
-    None of the loader is not entered as started, and one at which ``on_train_batch_start`` gave -1 not as completed.
+    Fact: it does so if all begun micro-batches are entered as started and processed; otherwise it repeats this one.
+    A None from the loader is not entered as started, and a micro-batch skipped by -1 is not entered as completed.
     """
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for count in (total := progress["total"], current := progress["current"]):
@@ -109,38 +109,38 @@ def enter_batch_as_done(checkpoint: Saved) -> None:
 
 
 def resumes_inside_epoch(trainer: Trainer) -> bool:
-    """Whether the fit goes on from a checkpoint made in the middle of an epoch; to be asked in ``on_train_start``."""
+    """Whether the fit resumes from a checkpoint made inside an epoch; valid in ``on_train_start``."""
     return trainer.fit_loop.epoch_loop.restarting and ready_batches(trainer) > 0 and not epoch_is_complete(trainer)
 
 
 def loader_is_resumable(trainer: Trainer) -> bool:
-    """Whether the training loader goes on where it was. Fact: Lightning saves and loads it by these two methods."""
+    """Whether the training loader can resume. Fact: Lightning saves and loads its state by these two methods."""
     loaders = trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]
     return all(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in loaders)
 
 
 def passed_batches(trainer: Trainer) -> int:
-    """Micro-batches of this epoch that are behind us; those of the last one, where the next epoch begins.
+    """Return the finished micro-batches of this epoch; when the next epoch begins, still those of the last one.
 
-    Fact: one that ``on_train_batch_start`` has left the epoch at was neither started nor completed; one that the loader
+    Fact: one at which ``on_train_batch_start`` ended the epoch is neither started nor completed; one that the loader
     gave None for is completed only; one at whose ``on_train_batch_end`` a checkpoint was made is started only. The loop
-    sets the counts back after ``on_train_epoch_start``.
+    resets the counts after ``on_train_epoch_start``.
     """
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return int(max(progress.started, progress.completed))
 
 
 def all_batches(trainer: Trainer) -> int:
-    """Micro-batches that the loop has begun in the whole training, on one rank."""
+    """Return the micro-batches that the loop has begun in the whole training, on one rank."""
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
 def skips_epoch_start(trainer: Trainer) -> bool:
-    """Whether the next micro-batch is the first one of an epoch that no hook tells of; asked in ``on_train_start``.
+    """Whether the next micro-batch is the first one of an epoch for which no hook runs; valid in ``on_train_start``.
 
-    Fact: from a checkpoint made in ``on_train_batch_end`` of an epoch's last micro-batch Lightning goes on with the
-    next epoch, and calls neither ``on_train_epoch_end`` nor ``on_train_epoch_start``. Where the loader has no length,
-    it counts the next epoch's micro-batches as more of that one, and no place moves.
+    Fact: from a checkpoint made in ``on_train_batch_end`` of an epoch's last micro-batch Lightning continues with the
+    next epoch, and calls neither ``on_train_epoch_end`` nor ``on_train_epoch_start``. If the loader has no length,
+    it counts the next epoch's micro-batches as part of the old one, and places do not move.
     """
     loop = trainer.fit_loop
     left_in_batch_end = loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_train_batch_end
@@ -148,15 +148,15 @@ def skips_epoch_start(trainer: Trainer) -> bool:
 
 
 def set_up_data(trainer: Trainer) -> None:
-    """Let ``trainer.train_dataloader`` be there before training, as `Trainer.estimated_stepping_batches` does."""
+    """Set up ``trainer.train_dataloader`` before training, as `Trainer.estimated_stepping_batches` does."""
     if trainer.train_dataloader is None:
         trainer.fit_loop.setup_data()
 
 
 def forget_data(trainer: Trainer) -> None:
-    """Let a resumed fit set its loader up again, if somebody has done so already in ``configure_optimizers``.
+    """Let a resumed fit set up its loader again, in case ``configure_optimizers`` has already done it.
 
-    Fact: Lightning brings a loader's state back where it sets the loader up, and by then has read no checkpoint.
+    Fact: Lightning restores a loader's state when it sets the loader up, and at that point has read no checkpoint.
     """
     if trainer.ckpt_path is not None:
         trainer.fit_loop._combined_loader = None
@@ -168,9 +168,9 @@ def epoch_is_complete(trainer: Trainer) -> bool:
 
 
 def remember_rng() -> Callable[[], None]:
-    """Keep the random states of torch, its CUDA devices, numpy and Python; what is returned puts them back.
+    """Save the random states of torch, its CUDA devices, numpy and Python; return a function that restores them.
 
-    Fact: `isolate_rng`, Lightning's public way, puts them back in any case.
+    Fact: `isolate_rng`, Lightning's public way, restores them in any case.
     """
     states = collect_rng_states()
     return lambda: set_rng_states(states)
@@ -192,32 +192,32 @@ def counted(trainer: Trainer, optimizer: LightningOptimizer) -> Iterator[None]:
 
 
 def validates_now(trainer: Trainer) -> bool:
-    """Whether a validation follows the present micro-batch. Fact: the loop asks this after ``on_train_batch_end``."""
+    """Whether a validation follows the current micro-batch. Fact: the loop checks after ``on_train_batch_end``."""
     loop = trainer.fit_loop
     return loop._data_fetcher is not None and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
 
 
 def validation_interval(trainer: Trainer) -> object:
-    """The Trainer's own ``val_check_interval``. Fact: Lightning 2.6 takes times too, and keeps their seconds apart."""
+    """Return the Trainer's ``val_check_interval``. Fact: Lightning 2.6 accepts times too, and stores their seconds."""
     seconds = getattr(trainer, "_val_check_time_interval", None)
     return trainer.val_check_interval if seconds is None else timedelta(seconds=seconds)
 
 
 def check_after_validation(callback: Callback) -> None:
-    """Let an EarlyStopping that was set up already check after each validation, as one that is set up later will.
+    """Let an EarlyStopping that is already set up check after each validation, like one that is set up later.
 
-    Fact: in its ``setup`` it decides for the epoch's end if the Trainer's validation flags are the defaults.
+    Fact: in its ``setup`` it chooses the epoch's end if the Trainer's validation flags are the defaults.
     """
     if isinstance(callback, EARLY_STOPPINGS):
         callback._check_on_train_epoch_end = False
 
 
 def load_inside_validation(checkpoint: Saved) -> None:
-    """Change a checkpoint made where a validation was due, but not over, into one made at that validation's begin.
+    """Change a checkpoint made when a validation was due, but not over, into one made at that validation's start.
 
-    Fact: four counters per loop tell the place at which a checkpoint was made. A resumed fit validates again if they
-    are those inside a ``validation_step``; from ``on_train_batch_end`` and the validation's other hooks it goes on
-    with the next micro-batch.
+    Fact: four counters per loop determine where a checkpoint was made. A resumed fit validates again if they
+    have their values inside a ``validation_step``; from ``on_train_batch_end`` and the validation's other hooks it
+    continues with the next micro-batch.
     """
     progress = checkpoint["loops"]["fit_loop"]
     for count in ("total", "current"):
@@ -228,7 +228,7 @@ def load_inside_validation(checkpoint: Saved) -> None:
 
 
 def saves_shards(trainer: Trainer) -> bool:
-    """Whether each rank writes its part of a checkpoint into a folder. Fact: else rank 0 writes one file of all."""
+    """Whether each rank writes its part of a checkpoint into a folder. Fact: otherwise rank 0 writes one file."""
     return bool(getattr(trainer.strategy, "_save_distributed_checkpoint", False))
 
 

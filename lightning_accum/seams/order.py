@@ -1,4 +1,4 @@
-"""In which order Lightning calls the hooks before an optimizer step."""
+"""The order in which Lightning calls the hooks before an optimizer step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def after_closure(trainer: Trainer, check: hooks.Hook) -> AbstractContextManager
 
 
 def call_first_before_steps(trainer: Trainer, callback: Callback | None) -> None:
-    """Let a callback's ``on_before_optimizer_step`` run before that of every other one, wherever it is in the list.
+    """Let a callback's ``on_before_optimizer_step`` run before all others', wherever it is in the list.
 
     Fact: the precision plugin calls these hooks in `_after_closure`, between the unscaling and the clip. Until
     `hooks.unshadow_all`.
@@ -37,7 +37,7 @@ def call_first_before_steps(trainer: Trainer, callback: Callback | None) -> None
 
     def reorder_then_call_hooks(*args: object, **kwargs: object) -> None:
         in_order = callbacks(trainer)
-        if callback is not None and callback in in_order[1:]:  # a finder inside the fit exchanges the list
+        if callback is not None and callback in in_order[1:]:  # a finder inside the fit replaces the list
             set_callbacks(trainer, [callback, *(other for other in in_order if other is not callback)])
         try:
             own(*args, **kwargs)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Matplotlib, which only pictures need: it is imported when one is drawn."""
+"""Matplotlib, imported only when a figure is drawn."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def require_matplotlib() -> ModuleType:
         return import_module("matplotlib.pyplot")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "matplotlib":
-            raise  # matplotlib is there, and something that it needs is not
+            raise  # matplotlib is installed, but one of its dependencies is not
         raise ModuleNotFoundError(
             "`plot` needs matplotlib: `pip install lightning_accum[plot]`.", name="matplotlib"
         ) from error
 
 
 def figure_and_axes(ax: Axes | None, **options: object) -> tuple[Figure, Axes]:
-    """Return the axes with their figure; new ones, made with the options of ``pyplot.subplots``, for None."""
+    """Return the axes with their figure; for None new ones, with these options of ``pyplot.subplots``."""
     if ax is None:
         figure, ax = require_matplotlib().subplots(**options)
         return figure, ax

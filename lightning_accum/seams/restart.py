@@ -1,4 +1,4 @@
-"""Where a resumed fit enters Lightning's loops: behind the micro-batch that its checkpoint was made in."""
+"""Where a resumed fit enters Lightning's loops: after the micro-batch in which its checkpoint was made."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _INSIDE = {"ready": 1, "started": 1, "processed": 0, "completed": 0}  # a valida
 def reopen_epoch(checkpoint: dict[str, Any]) -> None:
     """Change a checkpoint made in ``on_train_batch_end`` of an epoch's last micro-batch, so that the epoch still ends.
 
-    Fact: from such a checkpoint Lightning goes on with the next epoch. It leaves out the validation, the hooks at the
-    epoch's end and the next one's start, and no longer counts that one as begun: a checkpoint made in it would repeat
-    it. From one made inside the validation behind that micro-batch it leaves out nothing.
+    Fact: from such a checkpoint Lightning continues with the next epoch. It skips the validation, the hooks at the
+    epoch's end and the next one's start, and does not count the next one as begun: a checkpoint made in it would repeat
+    it. From a checkpoint made inside the validation after that micro-batch it skips nothing.
     """
     progress = checkpoint.get("loops", {}).get("fit_loop", {})
     trained = progress.get("epoch_loop.batch_progress")
@@ -36,11 +36,11 @@ def reopen_epoch(checkpoint: dict[str, Any]) -> None:
 
 
 def enter_validation(progress: dict[str, Any]) -> None:
-    """Change the loops' state into that inside the validation behind the present micro-batch.
+    """Change the loops' state to the one inside the validation after the current micro-batch.
 
-    Fact: four counters per loop tell the place at which a checkpoint was made. A resumed fit validates again if they
-    are those inside a ``validation_step``; from ``on_train_batch_end`` and the validation's other hooks it goes on
-    with the next micro-batch.
+    Fact: four counters per loop determine where a checkpoint was made. A resumed fit validates again if they
+    have their values inside a ``validation_step``; from ``on_train_batch_end`` and the validation's other hooks it
+    continues with the next micro-batch.
     """
     for count in ("total", "current"):
         trained = progress["epoch_loop.batch_progress"][count]
@@ -49,10 +49,10 @@ def enter_validation(progress: dict[str, Any]) -> None:
 
 
 def keep_validation(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Let the resumed fit validate again if the checkpoint is made inside a validation that is not over.
+    """Let the resumed fit validate again if the checkpoint is made inside an unfinished validation.
 
-    Fact: from a checkpoint made in one of the validation's hooks, even its first, Lightning goes on behind it. Outputs
-    are there from the validation's last micro-batch until the epoch's metrics are known, before ``on_validation_end``.
+    Fact: from a checkpoint made in one of the validation's hooks, even its first, Lightning continues after it. Outputs
+    exist from the validation's last micro-batch until the epoch's metrics are known, before ``on_validation_end``.
     """
     if not trainer.validating or trainer.fit_loop.epoch_loop.batch_progress.total.ready == 0:
         return
@@ -63,7 +63,7 @@ def keep_validation(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def begins_with_validation(trainer: Trainer) -> bool:
-    """Whether the resumed fit first validates; asked in ``on_train_start``."""
+    """Whether the resumed fit starts with a validation; valid in ``on_train_start``."""
     epoch_loop = trainer.fit_loop.epoch_loop
     is_left = epoch_loop.restarted_on_train_batch_end or epoch_loop.val_loop.restarted_mid_evaluation
     return is_left and loop.validates_now(trainer)
@@ -80,18 +80,18 @@ def is_between_epochs(trainer: Trainer) -> bool:
 
 
 def is_left_in_batch_end(trainer: Trainer) -> bool:
-    """Whether the checkpoint was made in ``on_train_batch_end``, or entered as made there; asked in `on_train_start`.
+    """Whether the checkpoint was made in ``on_train_batch_end``, or entered so; valid in ``on_train_start``.
 
-    What the loop does behind that hook is left out: a validation, and the plateau schedulers of interval step.
+    The loop then skips its work after that hook: a validation, and the plateau schedulers of interval step.
     """
     return trainer.fit_loop.epoch_loop.restarted_on_train_batch_end
 
 
 def enter_due_validation(trainer: Trainer) -> None:
-    """Let the loop begin with the validation that the checkpoint's micro-batch is due, or with the epoch's end.
+    """Let the loop start with the validation due after the checkpoint's micro-batch, or with the epoch's end.
 
-    Fact: at a restart the loop asks whether a validation is due; if none is, it trains on, also behind an epoch's last
-    micro-batch, unless the validation loop says that it has run.
+    Fact: at a restart the loop checks whether a validation is due; if not, it continues to train, even after an epoch's
+    last micro-batch, unless the validation loop is marked as run.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     is_due = loop.validates_now(trainer)
@@ -102,7 +102,7 @@ def enter_due_validation(trainer: Trainer) -> None:
         epoch_loop.update_restart_stage()
     elif not is_due and trainer.fit_loop.restarted_mid_epoch and _is_last_batch(trainer):
         epoch_loop.val_loop._has_run = True
-        logs.advance_logger_step(trainer)  # as the loop does behind the validation
+        logs.advance_logger_step(trainer)  # as the loop does after the validation
 
 
 def _is_last_batch(trainer: Trainer) -> bool:
@@ -111,7 +111,7 @@ def _is_last_batch(trainer: Trainer) -> bool:
 
 
 def end_restart(trainer: Trainer) -> None:
-    """Let the next epoch begin as any other. Fact: the loop forgets that it restarts when it has run a micro-batch."""
+    """Let the next epoch begin like any other. Fact: the loop clears its restart flag only after a micro-batch."""
     epoch_loop = trainer.fit_loop.epoch_loop
     if epoch_loop.restarting:
         epoch_loop.on_iteration_done()
@@ -120,7 +120,7 @@ def end_restart(trainer: Trainer) -> None:
 
 
 class _Begun:
-    """A combined loader that has begun its epoch: iterated once more, it continues."""
+    """A combined loader that has begun its epoch: a new iteration continues it."""
 
     def __init__(self, fetcher: Any) -> None:
         self._fetcher, self._loader = fetcher, fetcher.combined_loader
@@ -135,10 +135,10 @@ class _Begun:
 
 
 def _keep_prefetched(trainer: Trainer) -> None:
-    """Keep what a loader without a length has given of the next epoch already.
+    """Keep the micro-batches of the next epoch that were already read from a loader without a length.
 
-    Fact: of such a loader one micro-batch is read ahead when the fit sets it up, and the next epoch iterates it anew.
-    One that resumes at an epoch's end has either nothing left or begins the next epoch.
+    Fact: the fit reads one micro-batch ahead when it sets such a loader up, and the next epoch iterates it again.
+    A loader that resumes at an epoch's end is either exhausted or begins the next epoch.
     """
     fetcher: Any = trainer.fit_loop._data_fetcher
     if getattr(fetcher, "batches", None):
@@ -146,7 +146,7 @@ def _keep_prefetched(trainer: Trainer) -> None:
 
 
 def call_batch_end(trainer: Trainer, behind: Callback | None = None) -> None:
-    """Call ``on_train_batch_end`` of all callbacks and the module, as where the loader gives None for the micro-batch.
+    """Call ``on_train_batch_end`` of all callbacks and the module, as if the loader had given None.
 
     Fact: with None for the outputs and the batch.
 
@@ -164,7 +164,7 @@ def call_batch_end(trainer: Trainer, behind: Callback | None = None) -> None:
 
 @contextmanager
 def _callbacks_behind(trainer: Trainer, callback: Callback) -> Iterator[None]:
-    """Have only the callbacks behind this one in the list, for a while."""
+    """Keep only the callbacks behind this one in the list, for a while."""
     every = loop.callbacks(trainer)
     loop.set_callbacks(trainer, every[every.index(callback) + 1 :])
     try:
@@ -176,7 +176,7 @@ def _callbacks_behind(trainer: Trainer, callback: Callback) -> Iterator[None]:
 def note_steps_before(trainer: Trainer) -> None:
     """Let LR schedulers know that the optimizers have stepped before the checkpoint.
 
-    Fact: torch warns of a scheduler that steps before its optimizer, which it knows by this attribute.
+    Fact: torch warns about a scheduler that steps before its optimizer, which it detects by this attribute.
     """
     for optimizer in trainer.optimizers if trainer.global_step else ():
         optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -188,9 +188,9 @@ def note_steps_before(trainer: Trainer) -> None:
 def followed_metrics(trainer: Trainer, monitors: Iterable[str | None]) -> dict[str, Tensor]:
     """Return the last values of the metrics that LR schedulers (``monitors``) and callbacks follow, on the CPU.
 
-    Fact: Lightning's checkpoints hold none, so that whoever follows one misses it where a fit resumes behind its
-    validation. Asked for them, it first computes those of the running epoch, over the ranks if they were logged so: a
-    rank that has failed alone would wait for the others, and gives those that are known.
+    Fact: Lightning's checkpoints hold none, so a scheduler or callback misses its metric if a fit resumes after the
+    validation. Reading them first computes those of the running epoch, over the ranks if they were logged so: a
+    rank that has failed alone would wait for the others, and returns the known ones instead.
     """
     names = {*monitors, *(getattr(callback, "monitor", None) for callback in loop.callbacks(trainer))}
     may_be_alone = trainer.interrupted and trainer.world_size > 1 and not trainer.received_sigterm
@@ -201,7 +201,7 @@ def followed_metrics(trainer: Trainer, monitors: Iterable[str | None]) -> dict[s
 
 
 def restore_metrics(trainer: Trainer, metrics: dict[str, Tensor]) -> None:
-    """Let ``trainer.callback_metrics`` begin with these; new values replace them."""
+    """Initialize ``trainer.callback_metrics`` with these; new values replace them."""
     device = trainer.strategy.root_device
     trainer._logger_connector._callback_metrics.update({name: value.to(device) for name, value in metrics.items()})
 
@@ -210,16 +210,16 @@ def restore_metrics(trainer: Trainer, metrics: dict[str, Tensor]) -> None:
 
 
 def step_optimizer(trainer: Trainer) -> None:
-    """Let the loop take the optimizer step behind a backward that is over, with all hooks.
+    """Let the loop take the optimizer step after a finished backward, with all hooks.
 
-    Fact: under a GradScaler it leaves the step out if the closure returns None, as where `training_step` does.
+    Fact: under a GradScaler it skips the step if the closure returns None, as it does if `training_step` does.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.automatic_optimization._optimizer_step(epoch_loop.batch_idx, lambda: torch.zeros(()))
 
 
 def step_lr_schedulers(trainer: Trainer, *, at_window_end: bool) -> None:
-    """Step the LR schedulers that the loop steps behind a ``training_step``, without those that follow a metric."""
+    """Step the LR schedulers that the loop steps after a ``training_step``, except those that follow a metric."""
     epoch_loop = trainer.fit_loop.epoch_loop
     if at_window_end:
         epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=False)
@@ -228,7 +228,7 @@ def step_lr_schedulers(trainer: Trainer, *, at_window_end: bool) -> None:
 
 
 def step_plateau_schedulers(trainer: Trainer) -> None:
-    """Step those of interval step that follow a metric, which the loop does behind the validation."""
+    """Step those of interval step that follow a metric, as the loop does after the validation."""
     if _metrics_are_known(trainer, "step"):
         trainer.fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
 
@@ -236,7 +236,7 @@ def step_plateau_schedulers(trainer: Trainer) -> None:
 def let_plateau_schedulers_step(trainer: Trainer) -> None:
     """Let the loop step those of interval epoch at the end of a resumed epoch, if their metrics are known.
 
-    Fact: it leaves them out while it is restarting, since checkpoints hold no metrics.
+    Fact: it skips them while it is restarting, since checkpoints hold no metrics.
     """
     if trainer.fit_loop.restarting and _metrics_are_known(trainer, "epoch"):
         trainer.fit_loop._restarting = False

@@ -45,7 +45,7 @@ def _imported(name: str) -> ModuleType | None:
         return import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
-            raise  # the root is there, and something that it needs is not
+            raise  # the root is installed, but one of its dependencies is not
         return None
 
 
@@ -53,7 +53,7 @@ ROOTS = [root for root in map(_imported, ("lightning.pytorch", "pytorch_lightnin
 if not ROOTS:
     raise ModuleNotFoundError("lightning_accum needs Lightning: `pip install lightning`, or `pytorch-lightning`.")
 _FIRST = ROOTS[0].__name__
-# Fact: the logger of `rank_zero_info` is shared, and the root that is imported last names it.
+# Fact: the logger of `rank_zero_info` is shared, and the root imported last names it.
 import_module("lightning_utilities.core.rank_zero").log = logging.getLogger(f"{_FIRST}.utilities.rank_zero")  # type: ignore[attr-defined]
 
 

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 class WindowLength(int):
     """The length of one accumulation window: an immutable int that knows where the window opened.
 
-    Lightning asks ``batch_idx % N`` (zero the gradients?) and ``ready % N`` (step?), where N is
-    ``trainer.accumulate_grad_batches``. Python hands ``int % subclass`` to the subclass's ``__rmod__`` first, so both
-    questions are answered relative to where the window opened. Everything else sees the plain int: ``loss / N``,
+    Lightning evaluates ``batch_idx % N`` (zero the gradients?) and ``ready % N`` (step?), where N is
+    ``trainer.accumulate_grad_batches``. Python passes ``int % subclass`` to the subclass's ``__rmod__`` first, so both
+    are relative to where the window opened. Everything else sees the plain int: ``loss / N``,
     ``ceil(batches / N)``, comparison, formatting. It stays on the Trainer until the next window opens or the next epoch
     begins; checkpoints and logs get ints.
 
     Args:
-        length: micro-batches in this window; its true length where the end of the epoch is known to come first.
+        length: micro-batches in this window; its true length if the end of the epoch is known to come first.
         opened_at: index in its epoch of the window's first micro-batch; negative if it opened in the previous epoch.
         index: effective steps before this window (from 0).
         factor: the factor as scheduled, if the window is shorter or longer.
@@ -54,9 +54,9 @@ class WindowLength(int):
         ends_with_epoch: bool = True,
         closed_at: int | None = None,
     ) -> WindowLength:
-        """Create the int with what it knows of its window."""
+        """Create the int with the attributes of its window."""
         self = super().__new__(cls, length)
-        # Past `__setattr__`, which refuses.
+        # Not by `__setattr__`, which refuses.
         vars(self).update(
             opened_at=opened_at,
             index=index,
@@ -81,16 +81,16 @@ class WindowLength(int):
 
     @override
     def __reduce_ex__(self, protocol: object) -> tuple[type[int], tuple[int]]:
-        """Pickle as a plain int: what a user keeps of it must be readable without this package."""
+        """Pickle as a plain int, which is readable without this package."""
         return int, (int(self),)
 
     def __rmod__(self, batches: int) -> int:
         """Return how far ``batches`` is into its window: 0 where one opens (or, for a count, where one is full)."""
-        # `int(self)`: the modulo by `self` would come back here.
+        # `int(self)`: the modulo by `self` would call this method again.
         return (batches - self.opened_at) % int(self)
 
     def closed(self, at: int | None) -> WindowLength:
-        """Return a copy that says where the window was counted: ``closed_at`` is ``at``."""
+        """Return a copy whose ``closed_at`` is ``at``: where the window was counted."""
         other = int.__new__(WindowLength, self)
         vars(other).update(vars(self), closed_at=at)
         return other
@@ -99,7 +99,7 @@ class WindowLength(int):
 class NotDue(int):
     """``trainer.log_every_n_steps`` while a window is open: the same int, for which ``step % it`` is never 0.
 
-    Lightning's manual mode, LearningRateMonitor and the like ask that at every micro-batch. With the plain value they
+    Lightning's manual mode, LearningRateMonitor and others check that in every micro-batch. With the plain value they
     would write one logger row per micro-batch, with repeated values, instead of one per effective step.
     """
 
@@ -123,17 +123,17 @@ class NotReached(int):
 
     @override
     def __le__(self, steps: int) -> bool:
-        """Return False. Fact: the loop asks ``steps >= it``, and Python first asks the operand of the derived class."""
+        """Return False. Fact: the loop evaluates ``steps >= it``, and Python tries the subclass's operand first."""
         return False
 
 
-for _dumper in (yaml.Dumper, yaml.SafeDumper):  # hparams.yaml gets plain ints; YAML asks for each class by itself
+for _dumper in (yaml.Dumper, yaml.SafeDumper):  # hparams.yaml gets plain ints; YAML needs each class by itself
     for _int in (WindowLength, NotDue, NotReached):
         _dumper.add_representer(_int, lambda dumper, number: dumper.represent_int(int(number)))
 
 
 def plain(value: object) -> object:
-    """Return nested dicts, lists and tuples with plain ints for ours: ``torch.load(weights_only=True)`` takes no other.
+    """Replace our ints by plain ones in nested containers: ``torch.load(weights_only=True)`` accepts no others.
 
     Example:
         >>> type(plain({"factor": [WindowLength(4)]})["factor"][0])
@@ -155,10 +155,10 @@ def current_window(trainer: Trainer) -> WindowLength:
 
 
 def opens_window(trainer: Trainer) -> bool:
-    """Whether the present micro-batch opens an accumulation window.
+    """Return whether the current micro-batch opens an accumulation window.
 
-    True from ``on_train_batch_start`` to ``on_train_batch_end`` of that micro-batch, and False in between: the
-    place for what happens once per window, where ``trainer.global_step % n == 0`` is true in all micro-batches of one.
+    True from ``on_train_batch_start`` to ``on_train_batch_end`` of that micro-batch, and False in between. Use it for
+    work to do once per window; ``trainer.global_step % n == 0`` is true in all micro-batches of a window.
     `AccumulationMixin.opens_window` is the same for the mixin.
 
     Args:

@@ -1,1 +1,1 @@
-"""One loader batch in several micro-batches."""
+"""Splitting one loader batch into several micro-batches."""

@@ -1,4 +1,4 @@
-"""A batch that is contributed in pieces, and how it is counted and cut."""
+"""A batch to contribute in pieces, and how to count and cut it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SplitBatch:
-    """A batch, how it is cut, and what each piece is given to.
+    """A batch, how to cut it, and the function to call with each piece.
 
     Args:
-        batch: what the loader gave.
-        function: the user's, of a piece.
+        batch: the loader's.
+        function: the user's, called with a piece.
         dim: the tensors' batch dimension.
         slicer: the user's, if there is one.
         counter: the user's, if there is one.
@@ -44,6 +44,6 @@ class SplitBatch:
 
 
 def own_cuts(module: LightningModule) -> tuple[Slicer | None, Callable[[Any], int] | None]:
-    """Return a module's ``slice_micro_batch`` and ``batch_length``, where it defines them."""
+    """Return a module's ``slice_micro_batch`` and ``batch_length``, if it defines them."""
     slicer, counter = (getattr(module, name, None) for name in ("slice_micro_batch", "batch_length"))
     return slicer, counter if callable(counter) else None

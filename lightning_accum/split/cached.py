@@ -1,10 +1,10 @@
-"""A loss that compares the items of a whole batch, at the memory of one micro-batch: gradient caching.
+"""A loss that compares the items of a whole batch, with the memory of one micro-batch: gradient caching.
 
 With embeddings ``f_i = embed(x_i)`` the gradient of ``loss(f_1, ..., f_m)`` is ``sum_i <dL/df_i, df_i/dtheta>`` plus
-that of the parameters inside ``loss``. So the pieces are embedded without a graph, the loss runs on all embeddings, and
-the pieces are embedded again, one at a time, with a graph that takes ``dL/df_i``. The second pass replays the first.
+the gradient of the parameters inside ``loss``. So embed the pieces without a graph, run the loss on all embeddings, and
+embed the pieces again, one at a time, with a graph that receives ``dL/df_i``. The second pass replays the first.
 
-It belongs to this room: it cuts batches as `accumulate_split` does, and retries by the same undo.
+It is in this package because it cuts and retries batches as `accumulate_split` does.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ ContrastFn = Callable[[Any], Tensor | None]
 
 
 class Objective(NamedTuple):
-    """What a batch's embeddings are for; the user's arguments.
+    """The user's arguments for the loss on the embeddings.
 
     Args:
         loss_fn: takes the embeddings of the whole batch.
-        weight: items that the loss is a mean over; None: the default.
+        weight: items that the loss is a mean over; None for the default.
     """
 
     loss_fn: ContrastFn
@@ -58,8 +58,8 @@ class Embedded(NamedTuple):
     """A piece after the first pass.
 
     Args:
-        put_back_rng: sets the random states from before its forward.
-        output: what ``embed_fn`` returned, with leaves in place of the tensors: their ``.grad`` is the cached gradient.
+        put_back_rng: restores the random states from before its forward.
+        output: of ``embed_fn``, with leaves in place of the tensors: their ``.grad`` is the cached gradient.
     """
 
     put_back_rng: Callable[[], None]
@@ -73,7 +73,7 @@ def accumulate_cached(
     objective: Objective,
     micro_batch_size: int | str,
 ) -> EffectiveStep | None:
-    """Contribute a batch whose items are compared to an optimizer's window; step if it is the window's last one."""
+    """Contribute a batch of compared items to an optimizer's window; step if it is the window's last batch."""
     window, micro_batch = step.open_window(f"{batch.method}(batch, embed_fn, loss_fn", optimizer)
     example = "a micro-batch to its embeddings, for example `self.embed`"
     arguments.check_function(batch.function, batch.method, "embed_fn", example)
@@ -95,9 +95,9 @@ class CachedContribution:
 
     Args:
         step: the mixin's.
-        window: that it is for.
+        window: the optimizer's.
         batch: with ``embed_fn`` as its function.
-        objective: of the embeddings.
+        objective: the loss on the embeddings.
         closes: whether it is the window's last one.
     """
 
@@ -105,8 +105,8 @@ class CachedContribution:
         self, step: ManualStep, window: Accumulator, batch: SplitBatch, objective: Objective, *, closes: bool
     ) -> None:
         self._step, self._window, self._batch, self._objective = step, window, batch, objective
-        # With sharded parameters every reduction is part of a backward that reaches them. Under DDP none of these is:
-        # the window ends with a zero backward, so that unused parameters keep no rank waiting.
+        # With sharded parameters every reduction is part of a backward that reaches them. Under DDP these backwards do
+        # not sync: the window ends with a zero backward, so that no rank waits for unused parameters.
         self._syncs = closes and step.ranks.size > 1 and step.ranks.is_sharded
         self._embedded: list[Embedded] = []
         self._put_back_buffers: Callable[[], None] = lambda: None
@@ -125,13 +125,13 @@ class CachedContribution:
                 output = self._batch.function(piece)
                 embeddings.check_embeddings(list(leaves(output)), size)
                 self._embedded.append(Embedded(put_back_rng, with_tensors(output, map(_leaf, tensors(output)))))
-        # Fact: before torch 2.13 weights that autocast has cast without a graph are used again where one is needed.
+        # Fact: before torch 2.13 autocast reuses weights that it cast without a graph, even if a graph is needed.
         torch.clear_autocast_cache()
 
     # The loss, and the second pass
 
     def learn(self, sizes: list[int]) -> None:
-        """Run the loss on all embeddings, then the backward of every piece with the gradients that it leaves."""
+        """Run the loss on all embeddings, then the backward of every piece with the cached gradients."""
         with _whole_batch_in_memory():
             loss = self._objective.loss_fn(joined([piece.output for piece in self._embedded]))
         if loss is None:
@@ -139,18 +139,18 @@ class CachedContribution:
         arguments.check_loss(loss, "loss_fn(embeddings)")
         weight = self._weight(loss.device, sum(sizes))
         scale = self._step.begin_contribution([self._window], loss, weight)
-        self._step.engine.gradients.norms.sum_parts()  # the pieces' gradients are one, for a NoiseScaleMonitor
+        self._step.engine.gradients.norms.sum_parts()  # a NoiseScaleMonitor counts the pieces' gradients as one
         if scale is not None:
             with _whole_batch_in_memory():
                 self._step.backward([self._window], loss, scale, last=self._syncs, reaches_all=False)
-            del loss  # nothing of the whole batch's graph is left during the second pass
+            del loss  # free the whole batch's graph before the second pass
             self._embed_again(sizes, weight)
         self._step.end_contribution([self._window], synced=scale is not None and self._syncs)
 
     def _weight(self, device: torch.device, size: int) -> Weight:
         weight = self._step.weigh(self._objective.weight, device, float(size))
         if weighs_nothing(weight) and self._step.ranks.size > 1:
-            # The backward of a gather in `loss_fn` needs this rank too, and brings what others' losses owe to its rows.
+            # The backward of a gather in `loss_fn` needs this rank, and returns its rows' gradients of other losses.
             return torch.zeros((), dtype=torch.float64, device=device)
         return weight
 
@@ -170,9 +170,9 @@ class CachedContribution:
             raise embeddings.no_graph_to_embeddings()
 
     def _backward(self, pairs: list[tuple[Tensor, Tensor]], *, last: bool) -> bool:
-        """Run a piece's backward; whether there is any.
+        """Run a piece's backward; return whether there is one.
 
-        Not through Lightning: the cached gradients carry the window's scale and the GradScaler's already.
+        Not through Lightning: the cached gradients already carry the window's scale and the GradScaler's.
         """
         if not pairs or not any(parameter.requires_grad for parameter in parameters(self._optimizer)):
             return False
@@ -184,7 +184,7 @@ class CachedContribution:
 
     @contextmanager
     def _as_after_one_pass(self) -> Iterator[None]:
-        """Begin with the buffers of before the first pass; end with the state of after it and ``loss_fn``."""
+        """Start with the buffers from before the first pass; end with the state from after it and ``loss_fn``."""
         put_back = [loop.remember_rng(), remember_buffers(self._step.module)]
         self._put_back_buffers()
         try:
@@ -204,7 +204,7 @@ def _leaf(embedding: Tensor) -> Tensor:
 
 
 def _pair(output: object, first: object, weight: Weight) -> list[tuple[Tensor, Tensor]]:
-    """Return the embeddings that gradients go through, each with its cached gradient."""
+    """Return the embeddings that require a gradient, each with its cached gradient."""
     again, cached = list(tensors(output)), list(tensors(first))
     shapes = [[tuple(tensor.shape) for tensor in found] for found in (cached, again)]
     if shapes[0] != shapes[1]:
@@ -219,7 +219,7 @@ def _pair(output: object, first: object, weight: Weight) -> list[tuple[Tensor, T
 
 @contextmanager
 def _whole_batch_in_memory() -> Iterator[None]:
-    """Name what runs out of memory where smaller micro-batches are no help."""
+    """Name the cause if memory runs out and smaller micro-batches do not help."""
     try:
         yield
     except RuntimeError as error:

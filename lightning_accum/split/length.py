@@ -1,4 +1,4 @@
-"""How many items a batch holds, where its own shape does not tell: the module is asked, or the batch is refused."""
+"""The number of items in a batch; if its shape is ambiguous, ask the module or refuse the batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_accum.split.slicing import Slicer, batch_size
 
 _WAY_OUT = (
     " Define `batch_length(batch) -> int` in the module, which counts the items, and `slice_micro_batch(batch, start,"
-    " stop)`, which cuts them; or give columns as a dict or stacked tensors."
+    " stop)`, which cuts them; or pass columns as a dict or stacked tensors."
 )
 _MOST_CHANNELS = {3: 4, 2: 2}  # by the dimensions of an item: an image, and a sound
 
@@ -22,17 +22,17 @@ def items_in(
     counter: Callable[[object], int] | None,
     method: str = "accumulate_split",
 ) -> int:
-    """Return how many items a batch holds.
+    """Return the number of items in a batch.
 
     Args:
-        batch: as `batch_size` takes it, or anything that the module counts.
+        batch: as for `batch_size`, or anything that the module counts.
         dim: the tensors' batch dimension.
         slicer: the module's ``slice_micro_batch``, if it has one. Then a list of anything but columns holds items.
-        counter: the module's ``batch_length``, if it has one: it is asked first.
+        counter: the module's ``batch_length``, if it has one; it takes precedence.
         method: the user's call, for errors.
 
     Raises:
-        TypeError: ``batch_length`` returns no int; otherwise as `batch_size`.
+        TypeError: ``batch_length`` does not return an int; otherwise as `batch_size`.
         ValueError: entries that may be columns or items; otherwise as `batch_size`.
     """
     if counter is not None:
@@ -62,19 +62,19 @@ def _lists(batch: object) -> Iterator[Sequence[object]]:
 
 
 def _may_be_items(entries: Sequence[object], dim: int) -> bool:
-    """Whether a list of tensors may be one of images or sounds, whose first dimension is that of the channels."""
+    """Return whether a list of tensors may hold images or sounds, whose first dimension is the channels."""
     tensors = [entry for entry in entries if isinstance(entry, Tensor)]
     if dim != 0 or len(tensors) < 2 or len(tensors) < len(entries):
         return False
     dims, channels = {tensor.dim() for tensor in tensors}, {tensor.shape[:1] for tensor in tensors}
     if len(dims) > 1 or len(channels) > 1 or (most := _MOST_CHANNELS.get(max(dims), 0)) == 0:
         return False
-    # Two columns of two dimensions, x and y, are what every loader gives.
+    # Two columns of two dimensions, x and y, are the usual batch of a loader.
     return tensors[0].shape[0] <= most and (dims == {3} or len(tensors) > 2)
 
 
 def _entries_or_columns(batch: Sequence[object], dim: int, slicer: Slicer) -> int:
-    """Count the entries, or the items of columns; raise where both are possible."""
+    """Count the entries, or the items of columns; raise if both are possible."""
     nested = [entry for entry in batch if isinstance(entry, (list, tuple))]
     if nested and len(nested) == len(batch):
         return _of_nested(nested)
@@ -100,12 +100,12 @@ def _of_nested(batch: Sequence[Sequence[object]]) -> int:
     if len(lengths) > 1 or len(batch) in lengths or any(len(kind) > 1 for kind in kinds):
         return len(batch)  # items, each of several parts
     if len(kinds) > 1 and all(kind != kinds[0] for kind in kinds[1:]):
-        return lengths.pop()  # columns of unlike things: images and their targets
+        return lengths.pop()  # columns of different kinds: images and their targets
     raise _cannot_tell(batch)
 
 
 def _cuts_entries(slicer: Slicer, batch: Sequence[Tensor]) -> bool:
-    """Whether the module's slicer takes this list's entries for the items."""
+    """Return whether the module's slicer treats this list's entries as items."""
     whole = slicer(batch, 0, len(batch))
     if not isinstance(whole, (list, tuple)) or len(whole) != len(batch):
         return False

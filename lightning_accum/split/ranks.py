@@ -1,4 +1,4 @@
-"""What several ranks need of a batch in pieces: equally many where they wait for each other, and a learned graph."""
+"""Splitting on several ranks: equal numbers of pieces if they wait for each other, and a learned static graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_accum.step.manual import ManualStep
 
 
 def refuse_unequal_pieces(step: ManualStep, pieces: int, method: str) -> None:
-    """Raise if ranks that wait for each other in every forward would run different numbers of them."""
+    """Raise if ranks that wait for each other in every forward would run different numbers of forwards."""
     if step.ranks.size == 1 or not (step.ranks.is_sharded or _has_sync_batch_norm(step)):
         return
     if not ranks_agree(step.trainer, pieces):
@@ -23,23 +23,23 @@ def refuse_unequal_pieces(step: ManualStep, pieces: int, method: str) -> None:
 
 
 def prepare_for_retries(step: ManualStep, method: str) -> None:
-    """Make sure that nothing is sent between ranks while one of them may run out of memory."""
+    """Make sure that ranks do not communicate while one of them may run out of memory."""
     if step.ranks.size == 1:
         return
     if (obstacle := _obstacle(step)) is not None:
         raise MisconfigurationException(
             f'`{method}(micro_batch_size="auto")` with {obstacle}: the ranks wait for each other inside forward or'
-            " backward, forever if one of them runs out of memory there. Give a number of items."
+            " backward, forever if one of them runs out of memory there. Pass a number of items."
         )
     learn_graph(step)
 
 
 def learn_graph(step: ManualStep) -> None:
-    """Let DDP learn a static graph with every parameter in it, if it has not yet."""
+    """Let DDP learn a static graph that contains every parameter, if it has not yet."""
     if step.ranks.learns_graph:
         empty = [parameter for parameter in step.module.parameters() if parameter.grad is None]
         step.ranks.zero_backward(step.module.parameters())
-        for parameter in empty:  # the others hold what a checkpoint has restored, equal on all ranks
+        for parameter in empty:  # the others have gradients restored from a checkpoint, equal on all ranks
             parameter.grad = None
 
 

@@ -1,4 +1,4 @@
-"""One batch of the loader, contributed in micro-batches; and in smaller ones, if memory runs out."""
+"""Contribute one batch of the loader in micro-batches; retry with smaller ones if memory runs out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CALL = "accumulate_split(batch, loss_fn"
 
 
-Stage = Callable[[list[int]], None]  # part of a contribution, given the sizes of the pieces
+Stage = Callable[[list[int]], None]  # part of a contribution; takes the sizes of the pieces
 
 
 def accumulate_split(
@@ -47,7 +47,7 @@ def accumulate_split(
     check_function(batch.function, batch.method, "loss_fn", example)
     if micro_batch.closes:
         step.turns.take([window], gives=True)
-    # With several ranks that retry, the sync comes after they have agreed: none waits in it for one that has failed.
+    # If several ranks retry, they sync after they have agreed, so that none waits for a rank that has failed.
     syncs = micro_batch.closes and (step.ranks.size == 1 or not isinstance(micro_batch_size, str))
     run_in_pieces(
         step, window, batch, micro_batch_size, [lambda sizes: _contribute_all(step, window, batch, sizes, syncs=syncs)]
@@ -60,7 +60,7 @@ def run_in_pieces(
 ) -> None:
     """Run a contribution's stages with pieces of at most this size; with ``"auto"``, of a size that fits in memory.
 
-    Between two stages ranks that retry agree whether all of them have had memory for the first one.
+    Between two stages, ranks that retry agree on whether the first one fit in memory on all of them.
     """
     check_split(micro_batch_size, batch.dim, batch.method)
     if isinstance(micro_batch_size, str):
@@ -73,7 +73,7 @@ def run_in_pieces(
 
 
 def _contribute_all(step: ManualStep, window: Accumulator, batch: SplitBatch, sizes: list[int], *, syncs: bool) -> None:
-    """Run the forward and backward of every piece; ``syncs``: the last one is the window's last one, and synced."""
+    """Run the forward and backward of every piece; ``syncs``: the last one also syncs, as the window's last one."""
     is_first = True
     step.engine.awaits(True)
     for index, piece in enumerate(batch.pieces(sizes)):
@@ -82,7 +82,7 @@ def _contribute_all(step: ManualStep, window: Accumulator, batch: SplitBatch, si
         if given is not None:
             step.contribute([window], *given, last=last, piece=Piece(len(sizes), is_first))
             is_first = False
-        del given  # nothing of a piece's graph outlives it
+        del given  # free the piece's graph
     step.engine.awaits(False)
 
 
@@ -96,11 +96,11 @@ def _loss_of(step: ManualStep, batch: SplitBatch, piece: object, size: int) -> t
     return loss, as_weight(weight, loss.device)
 
 
-# Where memory runs out
+# When memory runs out
 
 
 def _run_what_fits(step: ManualStep, window: Accumulator, batch: SplitBatch, stages: Sequence[Stage]) -> None:
-    """Try, and halve the micro-batches until no rank runs out of memory; each try is of the batch as it came."""
+    """Try, and halve the micro-batches until no rank runs out of memory; each try starts from the same state."""
     history = window.history
     prepare_for_retries(step, batch.method)
     while True:
@@ -118,7 +118,7 @@ def _run_what_fits(step: ManualStep, window: Accumulator, batch: SplitBatch, sta
 
 
 def _try(step: ManualStep, stages: Sequence[Stage], sizes: list[int]) -> tuple[float, RuntimeError | None]:
-    """Return the smallest size with which a rank ran out of memory, inf if none did; and the error of this rank."""
+    """Return the smallest size at which a rank ran out of memory, inf if none did; and this rank's error."""
     for stage in stages:
         error = _try_stage(stage, sizes)
         failed = step.ranks.all_reduce_min(inf if error is None else sizes[0])
@@ -128,7 +128,7 @@ def _try(step: ManualStep, stages: Sequence[Stage], sizes: list[int]) -> tuple[f
 
 
 def _try_stage(stage: Stage, sizes: list[int]) -> RuntimeError | None:
-    """Return the error if memory ran out; a copy if another try follows, since its traceback holds the graph."""
+    """Return the error if memory ran out; if a retry follows, a copy, because its traceback would hold the graph."""
     try:
         stage(sizes)
     except RuntimeError as error:
@@ -149,7 +149,7 @@ def _log_size(trainer: Trainer, failed: float, size: int, optimizer_idx: int) ->
 
 
 def _remember(step: ManualStep, window: Accumulator) -> Callable[[], None]:
-    """Keep everything that a try changes; what is returned puts it back and frees memory."""
+    """Save everything that a try changes; return a function that restores it and frees memory."""
     undo = [
         loop.remember_rng(),
         remember_buffers(step.module),
@@ -158,7 +158,7 @@ def _remember(step: ManualStep, window: Accumulator) -> Callable[[], None]:
     ]
 
     def put_back() -> None:
-        torch.clear_autocast_cache()  # weights in low precision, with a graph of the try
+        torch.clear_autocast_cache()  # low-precision weights with a graph of the try
         for put_back_part in undo:
             put_back_part()
         garbage_collection_cuda()
@@ -167,25 +167,25 @@ def _remember(step: ManualStep, window: Accumulator) -> Callable[[], None]:
 
 
 def _within_reach(step: ManualStep, optimizer_idx: int) -> Iterable[Tensor]:
-    """Parameters whose gradients a backward may change."""
+    """Return the parameters whose gradients a backward may change."""
     optimizers = step.trainer.optimizers
     return trainable(optimizers[optimizer_idx]) if len(optimizers) > 1 else step.module.parameters()
 
 
 def remember_buffers(module: LightningModule) -> Callable[[], None]:
-    """Keep the values of a module's buffers; what is returned puts them back."""
+    """Save the values of a module's buffers; return a function that restores them."""
     kept = [
-        (owner, name, buffer, None if buffer is None else buffer.clone())
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
+        (submodule, name, buffer, None if buffer is None else buffer.clone())
+        for submodule in module.modules()
+        for name, buffer in submodule._buffers.items()
     ]
 
     def put_back() -> None:
         with torch.no_grad():
-            for owner, name, buffer, value in kept:
-                owner._buffers[name] = buffer
+            for submodule, name, buffer, value in kept:
+                submodule._buffers[name] = buffer
                 if buffer is not None and value is not None:
-                    buffer.data.copy_(value)  # without a new version, which would spoil graphs that use the buffer
+                    buffer.data.copy_(value)  # without a new version, which would break graphs that use the buffer
 
     return put_back
 

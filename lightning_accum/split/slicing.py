@@ -1,4 +1,4 @@
-"""A batch as micro-batches: count its items, and cut it into views of so many of them. No Trainer is needed."""
+"""Count the items of a batch, and cut it into micro-batches that are views. Needs no Trainer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WAY_OUT = (
 
 
 def batch_size(batch: object, dim: int = 0, method: str = "accumulate_split") -> int:
-    """Return how many items a batch holds.
+    """Return the number of items in a batch.
 
     Args:
         batch: tensors, alone or nested in tuples, lists, mappings and dataclasses; lists of anything; or an object with
@@ -34,7 +34,7 @@ def batch_size(batch: object, dim: int = 0, method: str = "accumulate_split") ->
 
     Raises:
         TypeError: nothing in it has a batch dimension.
-        ValueError: its parts are of different sizes.
+        ValueError: its parts have different sizes.
 
     Example:
         >>> import torch
@@ -73,16 +73,16 @@ def equal_sizes(total: int, at_most: int) -> list[int]:
 
 
 def pieces(batch: Any, sizes: list[int], dim: int = 0, slicer: Slicer | None = None) -> Iterator[Any]:
-    """Cut a batch into consecutive pieces of these sizes; tensors are views of the batch's own.
+    """Cut a batch into consecutive pieces of these sizes; their tensors are views of the batch's.
 
     Parts without a batch dimension are in every piece: None, numbers, strings, tensors of shape ``()``, lists of
-    another length.
+    a different length.
 
     Args:
         batch: as for `batch_size`.
         sizes: items of each piece; together all of the batch.
         dim: the tensors' batch dimension.
-        slicer: cuts instead, if given: returns the items from ``start`` up to, not including, ``stop``.
+        slicer: cuts the batch instead, if given: returns the items from ``start`` up to, not including, ``stop``.
 
     Example:
         >>> import torch
@@ -96,7 +96,7 @@ def pieces(batch: Any, sizes: list[int], dim: int = 0, slicer: Slicer | None = N
 
 
 def leaves(batch: object) -> Iterator[object]:
-    """Yield what nested containers hold, in a fixed order."""
+    """Yield the contents of nested containers, in a fixed order."""
     parts = _parts(batch)
     if parts is None:
         yield batch
@@ -111,7 +111,7 @@ def tensors(batch: object) -> Iterator[Tensor]:
 
 
 def with_tensors(batch: object, replacements: Iterable[Tensor]) -> object:
-    """Return a container like this one that holds these tensors, in the order of `tensors`.
+    """Return a container like this one with these tensors instead, in the order of `tensors`.
 
     Example:
         >>> import torch
@@ -127,10 +127,10 @@ def with_tensors(batch: object, replacements: Iterable[Tensor]) -> object:
 
 
 def joined(outputs: Sequence[object]) -> object:
-    """Return the outputs of consecutive pieces as that of all of them: their tensors, one below the other.
+    """Concatenate the tensors in the outputs of consecutive pieces.
 
     Raises:
-        ValueError: they do not hold equally many tensors.
+        ValueError: the outputs have different numbers of tensors.
 
     Example:
         >>> import torch
@@ -140,15 +140,15 @@ def joined(outputs: Sequence[object]) -> object:
     columns = [list(tensors(output)) for output in outputs]
     if len({len(column) for column in columns}) > 1:
         raise unequal_embeddings([len(column) for column in columns])
-    # New tensors, also where there is one piece: they may be changed in place, as a network's output.
+    # New tensors even for one piece: they may be changed in place, like a network's output.
     return with_tensors(outputs[0], [torch.cat(column) for column in zip(*columns, strict=True)])
 
 
 def map_parts(batch: Any, function: Callable[[Any], Any]) -> Any:
     """Return a container like this one, with the function applied to its parts; return anything else unchanged.
 
-    The class and its other attributes are kept. `apply_to_collection` of lightning_utilities is no replacement: it
-    leaves frozen dataclasses unchanged, and calls every mapping's class with a dict alone.
+    The class and its other attributes are kept. `apply_to_collection` of lightning_utilities does not do that: it
+    leaves frozen dataclasses unchanged, and calls every mapping's class with only a dict.
     """
     parts = _parts(batch)
     if parts is None:
@@ -174,7 +174,7 @@ def _cut(batch: Any, start: int, stop: int, total: int, dim: int) -> Any:
 
 
 def _holds_items(batch: object, total: int, dim: int) -> bool:
-    """Whether a list is a column of items; one of tensors is a container of columns, unless their size is another."""
+    """Return whether a list is a column of items; one of tensors holds columns, unless their size differs."""
     return total not in [tensor.shape[dim] if tensor.dim() > dim else total for tensor in tensors(batch)]
 
 
@@ -182,7 +182,7 @@ def _narrowed(tensor: Tensor, start: int, stop: int, total: int, dim: int) -> Te
     if tensor.shape[dim] != total:  # the module has counted
         raise ValueError(
             f"`accumulate_split(batch, ...)`: a tensor of shape {tuple(tensor.shape)} in a batch of {total} items, as"
-            " `batch_length` counts. Define `slice_micro_batch(batch, start, stop)` too, which cuts such a batch."
+            " `batch_length` counts. Define `slice_micro_batch(batch, start, stop)` too, to cut such a batch."
         )
     return tensor.narrow(dim, start, stop - start)
 
@@ -200,7 +200,7 @@ def _lengths(batch: Any) -> list[int]:
 
 
 def _is_column(batch: object) -> bool:
-    """Return whether a slice of it holds some of its items."""
+    """Return whether its slices hold some of its items."""
     # A slice of a string or of a named tuple is not a batch of fewer items.
     if isinstance(batch, (str, bytes, Tensor, Mapping, type)) or hasattr(batch, "_fields"):
         return False
@@ -208,7 +208,7 @@ def _is_column(batch: object) -> bool:
 
 
 def _parts(batch: object) -> dict[Any, Any] | None:
-    """Return what a container holds, by key, position or field; None for anything else."""
+    """Return the contents of a container by key, position or field; None for anything else."""
     if isinstance(batch, Mapping):
         return dict(batch)
     if isinstance(batch, (list, tuple)):
@@ -219,7 +219,7 @@ def _parts(batch: object) -> dict[Any, Any] | None:
 
 
 def _replace_fields(batch: Any, values: dict[str, Any]) -> Any:
-    new = copy(batch)  # not `dataclasses.replace`, which refuses fields that `__init__` does not take
+    new = copy(batch)  # `dataclasses.replace` would refuse fields that `__init__` does not take
     for name, value in values.items():
         object.__setattr__(new, name, value)  # works for frozen dataclasses too
     for kind in type(batch).__mro__:

@@ -1,4 +1,4 @@
-"""Automatic optimization: Lightning runs the backwards and the step; the callback's hooks make them exact."""
+"""Automatic optimization: Lightning runs backward and the optimizer step; the callback's hooks make them exact."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 class AutomaticDoor(Door):
-    """Counts what contributes to the open window, and corrects its gradient before Lightning clips it and steps.
+    """Counts contributions to the open window, and corrects its gradient before Lightning clips and steps.
 
-    Lightning divides each loss by the announced length, whatever the micro-batches weigh and however many contribute.
+    Lightning divides each loss by the announced length, whatever the weights and the number of contributions are.
 
     Args:
         engine: of the fit.
@@ -47,8 +47,8 @@ class AutomaticDoor(Door):
         engine.progress.sees_all_weights = engine.ranks.size == 1 or engine.options.weight_fn is None
         self._sums_losses, self._evaluations = False, EvaluationGuard()
         self._weight: Weight = 1.0
-        self._skips: list[Callable[[], bool]] = []  # each tells whether the step under way was skipped
-        self._reported = 0  # the micro-batch whose window's report is being told of, as `Engine.batch` counts
+        self._skips: list[Callable[[], bool]] = []  # each returns whether the running step was skipped
+        self._reported = 0  # the micro-batch whose listeners are being notified, as `Engine.batch` counts
 
     @override
     def extends_overdue(self) -> bool:
@@ -96,7 +96,7 @@ class AutomaticDoor(Door):
         self._engine.end_backward(window, synced=False)
 
     def _weigh(self, window: Accumulator, loss: Tensor) -> None:
-        """Weigh the micro-batch: its gradient is multiplied while it flows, and the loss that is logged is not."""
+        """Weight the micro-batch: a hook multiplies its gradient, and the logged loss stays as it is."""
         if window.phase in (Phase.STEPPING, Phase.STEPPED):
             if window.micro_batches > 1:
                 raise refusals.evaluates_again(self._trainer.optimizers[0])
@@ -116,12 +116,12 @@ class AutomaticDoor(Door):
         )
 
     def _whole(self, loss: Tensor) -> Tensor:
-        """The loss that Lightning has divided by the announced length, and a GradScaler has scaled."""
+        """Return the loss before Lightning's division by the announced length and a GradScaler's scale."""
         return precision.unscaled(self._trainer, loss.detach()) * int(self._trainer.accumulate_grad_batches)
 
     @override
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Make the window's gradient the weighted mean; it is unscaled by now, and not clipped yet."""
+        """Make the window's gradient the weighted mean; it is unscaled, and not clipped yet."""
         if (window := self._driven) is None:
             if loop.skips_backward(self._trainer):
                 self._engine.gradients.drop(optimizer)
@@ -135,12 +135,12 @@ class AutomaticDoor(Door):
             if self._engine.progress.last_batch != self._engine.batch:
                 step_for_lightning(self._module, scaler, optimizer)
         ranks = self._engine.ranks
-        # Without `weight_fn` all ranks contribute as much: Lightning refuses a None of some of them.
+        # Without `weight_fn` all ranks contribute equally: Lightning refuses None on only some of them.
         is_weighted = self._engine.options.weight_fn is not None
         self._engine.begin_step(window, ranks.window_totals if is_weighted else ranks.equal_totals)
 
     def _leave_out_clip_without_gradients(self, window: Accumulator) -> None:
-        """Leave out the clip if a hook before the step has taken the gradients away: torch's, by value, needs some."""
+        """Skip the clip if a hook before the step has removed the gradients: torch's clip by value needs some."""
         own_clip: hooks.Hook = self._module.configure_gradient_clipping
 
         def own_clip_of_any(optimizer: Optimizer, **kwargs: object) -> None:
@@ -172,10 +172,10 @@ class AutomaticDoor(Door):
             self._reported = 0
 
     def _drop_if_left_out(self) -> None:
-        """Drop the window if an ``optimizer_step`` of the user's has left out its step, as Lightning does; count it.
+        """Drop the window if a user's ``optimizer_step`` skipped its step, as Lightning does; count it.
 
-        ``trainer.global_step`` counts it too. Its gradients stay until Lightning zeroes them, where the next window
-        opens. If the loader gave None for the window's last place, no step was asked for: the next micro-batch closes
+        ``trainer.global_step`` counts it too. Its gradients stay until Lightning zeroes them, when the next window
+        opens. If the loader gave None for the window's last place, no step was due: the next micro-batch closes
         it.
         """
         engine = self._engine
@@ -186,7 +186,7 @@ class AutomaticDoor(Door):
             engine.close(at=loop.ready_batches(self._trainer))  # as skipped
 
     def _end_step(self, window: Accumulator) -> None:
-        skipped = [was_skipped() for was_skipped in self._skips]  # all of them: each takes its hook away
+        skipped = [was_skipped() for was_skipped in self._skips]  # call all of them: each removes its hook
         self._skips.clear()
         if window.phase is Phase.STEPPING:
             window.end_step(moved=not any(skipped))
@@ -205,13 +205,13 @@ class AutomaticDoor(Door):
         if unfinished is not None:
             is_closed = unfinished["is_counted"] or self._step_if_full(is_added=unfinished["is_added"])
             restart.step_lr_schedulers(self._trainer, at_window_end=is_closed)
-        if state.get("is_told"):  # made in `on_effective_step_end`: by the scheduler, callbacks behind it are to come
+        if state.get("is_told"):  # saved in `on_effective_step_end`: callbacks after the scheduler must still run
             restart.call_batch_end(self._trainer, behind=self._engine.scheduler)
         if is_closed and restart.is_left_in_batch_end(self._trainer) and not loop.validates_now(self._trainer):
             restart.step_plateau_schedulers(self._trainer)
 
     def _step_if_full(self, *, is_added: bool) -> bool:
-        """Take the step that the checkpoint's micro-batch should have ended with; whether there was one."""
+        """Take the step that was due at the end of the checkpoint's micro-batch; return whether there was one."""
         engine = self._engine
         if engine.is_full(is_added=is_added):
             engine.batch = engine.progress.last_batch = loop.all_batches(self._trainer)
@@ -232,7 +232,7 @@ class AutomaticDoor(Door):
 
     @override
     def begin_epoch(self) -> None:
-        """Drop a window that the loop has left open: nothing steps with it in automatic optimization."""
+        """Drop a window that the loop has left open: automatic optimization takes no step for it."""
         progress = self._engine.progress
         if progress.window.length is not None and progress.window.is_pending:
             advice.warn_of_dropped_window(progress.accumulator(0).micro_batches)

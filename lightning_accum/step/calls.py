@@ -1,4 +1,4 @@
-"""What the calls in a ``training_step`` share: its micro-batch, their weights, and the epoch that may end behind it."""
+"""The common part of calls in a ``training_step``: the micro-batch, the weights, and the end of the epoch."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Calls:
     def __init__(self, engine: Engine, module: LightningModule, lr_schedulers: LRSchedulers) -> None:
         self.engine, self.module, self.lr_schedulers = engine, module, lr_schedulers
         self.trainer, self.ranks = engine.trainer, engine.ranks
-        self.micro_batch: MicroBatch | None = None  # None outside of `training_step`
+        self.micro_batch: MicroBatch | None = None  # None outside `training_step`
         self.calls = CallWatch()
 
     def is_due(self, optimizer: AnOptimizer) -> bool:
-        """Whether an optimizer steps at the end of the present window."""
+        """Whether an optimizer steps at the end of the current window."""
         index = lists.optimizer_position(optimizer, self.trainer.optimizers, "is_due(")
         return is_due(self.trainer, self.engine.progress.accumulator(index))
 
     def weigh(self, weight: float | Tensor | None, device: torch.device, default: float | None = None) -> Weight:
-        """Return the weight that the user gave, checked; or else the micro-batch's own."""
+        """Return the user's weight, checked; by default the micro-batch's."""
         if weight is None:
             return self.engine.weigh(self.micro_batch and self.micro_batch.batch, device, default)
         return arguments.as_weight(weight, device)

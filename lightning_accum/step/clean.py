@@ -1,4 +1,4 @@
-"""A window begins without gradients; others than `accumulate`'s are refused."""
+"""Start each window without gradients, and refuse gradients that did not come from `accumulate`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_accum.window.state import Phase
 
 
 class CleanGradients:
-    """Zeroes gradients between windows, and tells what lies there from what another backward has computed.
+    """Zeroes gradients between windows, and distinguishes leftovers from another backward's gradients.
 
     Args:
         engine: of the fit.
@@ -22,7 +22,7 @@ class CleanGradients:
         self.known = self._left.marks  # by the position of the optimizers that were zeroed in this fit
 
     def begin(self) -> None:
-        """Zero what other backwards have left before the fit, in the first micro-batch that each optimizer sees."""
+        """Zero gradients left from before the fit, in each optimizer's first micro-batch."""
         optimizers, progress = self._engine.trainer.optimizers, self._engine.progress
         for index, optimizer in enumerate(optimizers):
             if index not in self.known and progress.accumulator(index).phase is Phase.EMPTY:
@@ -30,7 +30,7 @@ class CleanGradients:
                 self.zero(index, optimizer)
 
     def zero(self, index: int, optimizer: Optimizer) -> None:
-        """Zero an optimizer's gradients as it does itself: it may leave zeros instead of None, or do nothing."""
+        """Zero an optimizer's gradients by its own method, which may leave zeros instead of None, or do nothing."""
         if len(self._engine.optimizers) > 1:
             self._engine.gradients.turn_to(optimizer)
         zero_grad = getattr(optimizer, "zero_grad", None)  # Lightning's protocol `Optimizable` has none
@@ -41,7 +41,7 @@ class CleanGradients:
         self._left.clear(index, optimizer)
 
     def accept(self, before: int) -> None:
-        """Take what a sync has put into empty windows, after ``before`` backwards, for theirs: their share of it."""
+        """Accept gradients that a sync after ``before`` backwards has put into empty windows: they are their share."""
         if self._engine.ranks.backwards > before:
             for index, optimizer in enumerate(self._engine.trainer.optimizers):
                 if self._engine.progress.accumulator(index).phase is Phase.EMPTY:

@@ -1,4 +1,4 @@
-"""The one thing in which the two kinds of optimization differ: who runs the backward and the optimizer step."""
+"""The only difference between the two kinds of optimization: what runs backward and the optimizer step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Door:
     weighs_batches: ClassVar[bool] = False  # whether `begin_batch` does anything
 
     def extends_overdue(self) -> bool:
-        """Whether a window whose last place the loader left empty goes on with the next micro-batch."""
+        """Whether a window whose last place the loader left empty continues with the next micro-batch."""
         return False
 
     def begin_fit(self, schedule: Schedule) -> None:
@@ -45,14 +45,14 @@ class Door:
         return False
 
     def before_save(self) -> State:
-        """A checkpoint is being made; return what it keeps of this kind of optimization."""
+        """A checkpoint is being saved; return the state of this kind of optimization."""
         return {}
 
     def finish_batch(self, state: State) -> None:
-        """Do what the checkpoint's micro-batch has left to do but its hooks; ``state`` is what was restored."""
+        """Finish the checkpoint's micro-batch, without its hooks; ``state`` is the restored state."""
 
     def end_fit(self) -> None:
         """The fit has ended without an error."""
 
     def release(self) -> None:
-        """The fit has ended or failed: leave the module as it was."""
+        """The fit has ended or failed: restore the module."""

@@ -1,4 +1,4 @@
-"""What both kinds of optimization share: from a loss's scale to the counted window.
+"""The common part of both kinds of optimization: from a loss's scale to the counted window.
 
 They differ only in what runs the backward and the optimizer step: Lightning, or the mixin.
 """
@@ -38,7 +38,7 @@ class Engine:
 
     Args:
         trainer: the Trainer of the fit.
-        module: the module that is trained.
+        module: the trained module.
         progress: of the training.
         gradients: of the open window.
         flags: the Trainer's own.
@@ -58,12 +58,12 @@ class Engine:
         self.gradients, self.flags, self.scheduler = gradients, flags, scheduler
         self.options = options = Options.of(scheduler)
         self.ranks = Ranks(trainer, module, sync_each=options.sync_each_micro_batch)
-        self.optimizers: list[Optimizer] = []  # of the present micro-batch; asking Lightning takes three calls
-        self.batch = 0  # the present micro-batch, counted over the whole training from 1
-        self.unweighted_warning = ""  # to be given when a micro-batch without a weight arrives
+        self.optimizers: list[Optimizer] = []  # of the current micro-batch; Lightning's way takes three calls
+        self.batch = 0  # the current micro-batch, counted over the whole training from 1
+        self.unweighted_warning = ""  # to issue when a micro-batch without a weight arrives
 
     def weigh(self, batch: object, device: torch.device, default: float | None = None) -> Weight:
-        """Return the weight of a micro-batch for which the user's step gave none."""
+        """Return the weight of a micro-batch without one from the user's step."""
         if self.options.weight_fn is not None:
             return as_weight(self.options.weight_fn(batch), device, "weight_fn(batch)")
         if default is None and self.unweighted_warning:
@@ -72,7 +72,7 @@ class Engine:
         return 1.0 if default is None else default
 
     def check_at_start(self, schedule: Schedule) -> None:
-        """Refuse and warn about what is known when training starts."""
+        """Run the checks that are possible when training starts."""
         trainer, partial_window = self.trainer, self.options.partial_window
         refusals.refuse_unequal_loaders(trainer)
         advice.warn_at_start(trainer, self.module, schedule, partial_window)
@@ -101,7 +101,7 @@ class Engine:
         return scale
 
     def length(self, dtype: torch.dtype, pieces: int, span: Span) -> float:
-        """Micro-batches that the window is announced to hold, as the division by it is rounded in this dtype."""
+        """The window's announced number of micro-batches, as the division by it is rounded in this dtype."""
         if self.gradients.in_float32:  # a sum in float32 stays in range
             return 1 / pieces
         divisor = self.announced(span) * pieces
@@ -110,7 +110,7 @@ class Engine:
         return divisor / pieces
 
     def announced(self, span: Span) -> int:
-        """Micro-batches that a window of this span is announced to hold; the same on all ranks."""
+        """The announced number of micro-batches in a window of this span; the same on all ranks."""
         return (span.factor or int(self.trainer.accumulate_grad_batches)) * span.steps
 
     def end_backward(self, window: Accumulator, *, synced: bool) -> None:
@@ -127,7 +127,7 @@ class Engine:
     def begin_step(
         self, window: Accumulator, sum_over_ranks: Callable[[Weight, Weight, int], tuple[float, Weight, int]]
     ) -> bool:
-        """Make the optimizer's gradient the window's weighted mean; whether there is anything to step with."""
+        """Make the optimizer's gradient the window's weighted mean; return whether a step is due."""
         optimizer = self.optimizers[window.index]
         sums: tuple[float, Weight, int] = float(window.weight), window.loss, window.batches
         if self.ranks.size > 1:
@@ -143,11 +143,11 @@ class Engine:
         return True
 
     def awaits(self, more: bool) -> None:
-        """Note whether the present micro-batch has announced more contributions than it has made."""
+        """Note whether the current micro-batch has announced contributions that are still missing."""
         self.progress.awaited_batch = self.batch if more else 0
 
     def report(self, window: Accumulator, *, late: bool = False) -> EffectiveStep:
-        """Return what the window reports after its step; ``late``: if its last effective step was counted before."""
+        """Return the window's report after its step; ``late``: its last effective step was counted before."""
         return EffectiveStep(
             index=self.progress.effective_step - late,
             loss=window.mean_loss,
@@ -184,10 +184,10 @@ class Engine:
     # Windows that stay open, and windows that are not counted
 
     def guard_open_window(self) -> None:
-        """Keep the gradients of a window that is open from a validation that follows a micro-batch.
+        """Protect the gradients of an open window from a validation that follows a micro-batch.
 
-        Lightning zeroes them where it takes the window for closed: the loader may have left its last place empty, or an
-        epoch has ended inside a window that goes on.
+        Lightning zeroes them if it considers the window closed: the loader may have left its last place empty, or an
+        epoch has ended inside a window that continues.
         """
         own_hook: hooks.Hook = self.module.on_validation_model_zero_grad
 
@@ -198,13 +198,13 @@ class Engine:
         hooks.cover(self.module, "on_validation_model_zero_grad", zero_between_windows)
 
     def drop(self) -> None:
-        """Forget the open window and its gradients; it is not counted."""
+        """Discard the open window and its gradients, without counting it."""
         for optimizer in self.trainer.optimizers:
             self.gradients.drop(optimizer)
         self.progress.drop()
 
     def drop_if_failed(self, window: Accumulator) -> None:
-        """Begin a window again whose last backward has failed: incomplete gradients look like complete ones."""
+        """Restart a window whose last backward failed: incomplete gradients look like complete ones."""
         if window.phase is Phase.BACKWARD:
             advice.warn_failed_backward(window.micro_batches)
             self.gradients.drop(self.trainer.optimizers[window.index])

@@ -1,4 +1,4 @@
-"""Watching for optimizer steps that do not belong into a window: by hand, or in the hooks of a backward."""
+"""Guards against optimizer steps inside a window: by hand, or in the hooks of a backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class HandStepGuard:
-    """Refuses a step by hand of an optimizer whose window holds anything, through Lightning's wrapper or without.
+    """Refuses a step by hand of an optimizer with an open window, through Lightning's wrapper or without.
 
     Args:
         progress: of the training.
@@ -32,10 +32,10 @@ class HandStepGuard:
         self._progress = progress
         self.watched: list[Optimizer] = []
         self._handles: list[RemovableHandle] = []
-        self.steps_by_hand = 0  # between windows, where they are let through
+        self.steps_by_hand = 0  # between windows, where they are allowed
 
     def install(self, optimizers: list[Optimizer]) -> None:
-        """Watch these, and no others."""
+        """Watch only these optimizers."""
         if optimizers == self.watched:
             return
         self.remove()
@@ -62,24 +62,24 @@ class HandStepGuard:
         if moves and phase not in (Phase.EMPTY, Phase.STEPPING):
             raise RuntimeError(
                 f"`{type(optimizer).__name__}.step()` was called by hand for an optimizer that `accumulate` steps: it"
-                " would step inside the window, or twice at its end. Leave it out, with its `zero_grad()`: `accumulate`"
+                " would step inside the window, or twice at its end. Remove it, and its `zero_grad()`: `accumulate`"
                 " does both when the window closes."
             )
         self.steps_by_hand += moves and phase is Phase.EMPTY
 
 
 class EvaluationGuard:
-    """Refuses an optimizer whose step moves weights, and only then evaluates the loss (SAM): a window does not repeat.
+    """Refuses an optimizer whose step changes weights before it evaluates the loss (SAM): a window cannot be repeated.
 
-    Others call their closure first, once. It looks at one parameter that has a gradient: such steps move all of them.
+    Other optimizers call their closure first, once. It checks one parameter with a gradient: such steps change all.
     """
 
     def __init__(self) -> None:
-        self._before: list[tuple[Tensor, int]] = []  # the step under way: a parameter, and its version then
+        self._before: list[tuple[Tensor, int]] = []  # in the running step: a parameter, and its version at the start
         self._handles: list[RemovableHandle] = []
 
     def install(self, optimizers: list[Optimizer]) -> None:
-        """Watch the steps of these."""
+        """Watch the steps of these optimizers."""
         watched = list(filter(takes_step_hooks, optimizers))
         self._handles = [optimizer.register_step_pre_hook(self.begin) for optimizer in watched]
         self._handles += [optimizer.register_step_post_hook(self.end) for optimizer in watched]
@@ -90,7 +90,7 @@ class EvaluationGuard:
         self._before = [(seen, seen._version) for seen in (witness(optimizer),) if seen is not None]
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise if the step has moved weights, or zeroed gradients; called in its closure."""
+        """Raise if the step has changed weights or zeroed gradients; called in its closure."""
         if any(seen._version != version or seen.grad is None for seen, version in self._before):
             raise evaluates_again(optimizer)
 

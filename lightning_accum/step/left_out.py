@@ -1,4 +1,4 @@
-"""The step that Lightning leaves out at a window's end in automatic optimization."""
+"""The step that Lightning omits at a window's end in automatic optimization."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def step_for_lightning(module: LightningModule, scaler: precision.GradScaler, optimizer: Optimizer) -> None:
-    """Take the step that Lightning leaves out under a GradScaler if the window's last ``training_step`` gave None.
+    """Take the step that Lightning omits under a GradScaler if the window's last ``training_step`` returned None.
 
     It neither unscales nor steps then, but does call the hooks before the step, and clips after them.
     """

@@ -1,4 +1,4 @@
-"""Lightning's LR schedulers under manual optimization, where Lightning itself steps none."""
+"""Lightning's LR schedulers in manual optimization, where Lightning does not step them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class LRSchedulers:
-    """Steps the schedulers with their optimizers: per effective step or per epoch, every ``frequency`` of these.
+    """Steps LR schedulers with their optimizers: per effective step or per epoch, every ``frequency`` of them.
 
-    The schedulers are read from ``trainer.lr_scheduler_configs`` at each step, since LearningRateFinder exchanges them
-    in the middle of a run.
+    The schedulers are read from ``trainer.lr_scheduler_configs`` at each step, since LearningRateFinder replaces them
+    during a run.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class LRSchedulers:
         self.watch = ScheduleWatch()
 
     def recording(self, configure_optimizers: Hook) -> Hook:
-        """Wrap ``configure_optimizers``: monitors are noted here and kept from Lightning, which would drop them."""
+        """Wrap ``configure_optimizers``: note the monitors here, because Lightning would drop them."""
 
         def record() -> object:
             configured = without_frequencies(configure_optimizers())
@@ -46,7 +46,7 @@ class LRSchedulers:
         return record
 
     def after_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer, steps: int) -> None:
-        """Step this optimizer's schedulers of interval step; ``steps`` is how many steps it has really made."""
+        """Step this optimizer's schedulers of interval step; ``steps``: the optimizer steps actually taken."""
         for config in trainer.lr_scheduler_configs:
             if config.interval != "step" or config.scheduler.optimizer is not optimizer or steps % config.frequency:
                 continue
@@ -56,9 +56,9 @@ class LRSchedulers:
                 self._advance(module, config, None)
 
     def after_batch(self, trainer: Trainer, module: LightningModule, *, validates: bool) -> None:
-        """Step the schedulers that waited for a metric of the micro-batch that closed the window.
+        """Step the schedulers that wait for a metric of the micro-batch that closed the window.
 
-        Where a validation follows, those whose metric training has not logged wait for its end, as Lightning's do.
+        If a validation follows, those whose metric training has not logged wait for its end, as in Lightning.
         """
         if not self.awaiting_metric:
             return
@@ -71,18 +71,18 @@ class LRSchedulers:
                 self._step_with_metric(trainer, module, config)
 
     def at_last_batch(self, trainer: Trainer, module: LightningModule, epoch: int | None = None) -> None:
-        """Step the schedulers of interval epoch, without those that follow a metric; once for an epoch.
+        """Step the schedulers of interval epoch, except those that follow a metric; once per epoch.
 
-        As in automatic optimization, at the epoch's last micro-batch, whatever it contributes, so that every checkpoint
-        made afterwards has them stepped.
+        As in automatic optimization, this is at the epoch's last micro-batch, whatever it contributes, so that every
+        checkpoint made afterwards has them stepped.
         """
-        epoch = trainer.current_epoch if epoch is None else epoch  # that of a checkpoint may be the one before
+        epoch = trainer.current_epoch if epoch is None else epoch  # a checkpoint's may be the previous one
         if self._completed_epoch != epoch:
             self._completed_epoch = epoch
             self._step_epoch(trainer, module, epoch, with_metric=False)
 
     def after_epoch(self, trainer: Trainer, module: LightningModule) -> None:
-        """Step those of interval epoch that follow a metric, when the module's own hooks have logged it."""
+        """Step those of interval epoch that follow a metric, after the module's hooks have logged it."""
         self._step_epoch(trainer, module, trainer.current_epoch, with_metric=True)
 
     def _step_epoch(self, trainer: Trainer, module: LightningModule, epoch: int, *, with_metric: bool) -> None:
@@ -106,7 +106,7 @@ class LRSchedulers:
         if metric is not None:
             self._advance(module, config, metric)
             return
-        if restart.is_resumed(trainer):  # behind a validation, from a checkpoint of a version that kept no metrics
+        if restart.is_resumed(trainer):  # after a validation, from a checkpoint of a version that saved no metrics
             return
         message = (
             f"{type(config.scheduler).__name__} follows the metric {monitor!r}, which has not been logged."
@@ -121,7 +121,7 @@ class LRSchedulers:
 
     @property
     def monitors(self) -> list[str | None]:
-        """The metrics that are followed."""
+        """The metrics that schedulers follow."""
         return [config.monitor for config in self._monitored.values()]
 
     def state_dict(self, trainer: Trainer) -> State:
@@ -130,7 +130,7 @@ class LRSchedulers:
         return {"completed_epoch": self._completed_epoch, "awaiting_metric": positions}
 
     def load_state_dict(self, trainer: Trainer, state: State | None) -> None:
-        """Go on from there; None of a checkpoint without it: until then they were stepped in ``training_step``."""
+        """Continue from a saved state; None from a checkpoint without it, where ``training_step`` stepped them."""
         if state is None:
             completed = trainer.current_epoch if loop.epoch_is_complete(trainer) else -1
             state = {"completed_epoch": completed, "awaiting_metric": []}

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 
 class ManualStep(Calls):
-    """Runs the backwards and the optimizer steps of a module that has the mixin.
+    """Runs backward and the optimizer steps of a module with the mixin.
 
     Args:
         engine: of the fit.
         module: with the mixin.
-        lr_schedulers: that advance with the optimizer steps.
+        lr_schedulers: advance with the optimizer steps.
     """
 
     def __init__(self, engine: Engine, module: LightningModule, lr_schedulers: LRSchedulers) -> None:
@@ -63,7 +63,7 @@ class ManualStep(Calls):
         closes = learns and not is_inside and loop.closes_window(self.trainer)
         self.micro_batch = MicroBatch(args[0] if args else None, closes, learns)
         engine.batch, engine.optimizers = loop.all_batches(self.trainer), self.trainer.optimizers
-        if self.guard.watched != engine.optimizers:  # a callback may make them anew in the middle of a fit
+        if self.guard.watched != engine.optimizers:  # a callback may replace them during a fit
             self.guard.install(engine.optimizers)
         if len(self._clean.known) < len(engine.optimizers):
             self._clean.begin()
@@ -124,7 +124,7 @@ class ManualStep(Calls):
         piece: Piece = WHOLE,
         keeps_graph: bool = False,
     ) -> None:
-        """Scale the loss to its part of the windows, and run its backward; a window's last one is synced."""
+        """Scale the loss to its share of the windows, and run its backward; a window's last one is synced."""
         scale = self.begin_contribution(windows, loss, weight, piece)
         if scale is not None:
             self.backward(windows, loss, scale, last=last, keeps_graph=keeps_graph)
@@ -133,16 +133,16 @@ class ManualStep(Calls):
     def begin_contribution(
         self, windows: Sequence[Accumulator], loss: Tensor, weight: Weight, piece: Piece = WHOLE
     ) -> Weight | None:
-        """Announce a contribution; return the factor for its loss, None if it weighs nothing."""
+        """Announce a contribution; return the factor for its loss, None if its weight is 0."""
         counts = isinstance(weight, Tensor) or weight != 0
         contribution = Contribution(weight, loss.detach() if counts else None, *piece)
         if self.order_watch.moved:
             self.order_watch.check(loss)
-        # 1. Losses are divided before the backward so that fp16 stays in range; the last backward alone is synced.
+        # 1. Losses are divided before the backward so that fp16 stays in range; only the last backward is synced.
         scale = self._begin(windows[0], contribution, loss.dtype)
         for window in windows[1:]:
             self._begin(window, contribution, loss.dtype)
-        # Sharded parameters are gathered in every backward: there one that weighs nothing runs too, and adds nothing.
+        # Sharded parameters are gathered in every backward: one of weight 0 runs too, and adds nothing.
         return scale if counts or (self.ranks.size > 1 and self.ranks.is_sharded) else None
 
     def backward(
@@ -155,10 +155,10 @@ class ManualStep(Calls):
         reaches_all: bool = True,
         keeps_graph: bool = False,
     ) -> None:
-        """Run the backward of a scaled loss through Lightning; ``reaches_all``: not if it ends at other tensors."""
+        """Run the backward of a scaled loss through Lightning; ``reaches_all``: False if it ends at embeddings."""
         is_only_one = self.ranks.size == 1 and len(self.engine.optimizers) == 1
         if is_only_one and not torch.is_autocast_enabled(loss.device.type):
-            self._backward.run(loss, scale)  # nothing to keep apart, to sync, or to keep from autocast
+            self._backward.run(loss, scale)  # one optimizer, one rank, no autocast
             return
         synced = self.ranks.backward(loss.device, last=last, reaches_all=reaches_all)
         with several.together(self.engine, windows), synced:
@@ -182,16 +182,16 @@ class ManualStep(Calls):
             several.complete(self.engine, self._clean, [window])
         if window.index not in self.gradient_watch.seen:
             self.gradient_watch.end(window.index, window.micro_batches)
-        # 2. One all-reduce of the sums; with a total weight of 0 there is nothing to step with.
+        # 2. One all-reduce of the sums; with a total weight of 0 no step is due.
         if not self.engine.begin_step(window, self.ranks.window_totals):
             return None
         # 3. Unscale, the hooks before the step, the clip, the update; 4. windows open for other optimizers.
         moved = self.optimizer_step.take(window, optimizer, in_training_step=self.micro_batch is not None)
-        # 5. Counters come before the LR schedulers, which advance with the steps really taken.
+        # 5. Counters come before the LR schedulers, which advance with the steps actually taken.
         self.optimizer_step.before_zero_grad(optimizer.optimizer)
         self._clean.zero(window.index, optimizer.optimizer)
         window.end_step(moved=moved)
-        # More micro-batches than effective steps: one of these has several, whose losses should see the same weights.
+        # With more micro-batches than effective steps, one step has several, whose losses should use the same weights.
         is_wide = window.batches > window.span.steps
         if len(self.engine.optimizers) > 1 and self.micro_batch is not None and is_wide:
             self.order_watch.note_step(self.module, optimizer.optimizer)

@@ -1,4 +1,4 @@
-"""A fit in manual optimization: what surrounds the mixin's steps, from the optimizers to the epochs' ends."""
+"""A fit in manual optimization around the mixin's steps, from the optimizers to the epochs' ends."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class ModuleState:
-    """All that the mixin keeps on a module: the counters, and during a fit its step.
+    """The mixin's state on a module: the counters, and during a fit its step.
 
-    It copies and pickles with the counters alone.
+    It copies and pickles only the counters.
 
     Args:
         progress: of the last fit.
-        step: None outside of a fit.
+        step: None outside a fit.
     """
 
     __slots__ = ("progress", "step")
@@ -40,7 +40,7 @@ class ModuleState:
 
 
 class ManualDoor(Door):
-    """Lets the mixin's steps happen at the right places of a fit.
+    """Runs the mixin's steps at the right places of a fit.
 
     Args:
         engine: of the fit.
@@ -51,7 +51,7 @@ class ManualDoor(Door):
         self._engine, self._module, self._trainer = engine, module, engine.trainer
         self._lr_schedulers = LRSchedulers()
         self._step = step = ManualStep(engine, module, self._lr_schedulers)
-        # In the whole training before this epoch; -1 in one that a checkpoint is of, -2 after the warning.
+        # In the whole training before this epoch; -1 in the epoch of a checkpoint, -2 after the warning.
         self._batches_before = -1
         slips.warn_of_unused_hooks(module)
         engine.progress.sees_all_weights = engine.ranks.size == 1
@@ -81,14 +81,14 @@ class ManualDoor(Door):
     def begin_epoch(self) -> None:
         if self._engine.progress.window.is_pending:  # saved at the epoch's end, by a callback before the scheduler
             self._leave_window()
-            if self._engine.options.partial_window == "average":  # now its LR step, which waits for the window's
+            if self._engine.options.partial_window == "average":  # the epoch's LR step waits for the window's
                 self._lr_schedulers.at_last_batch(self._trainer, self._module, self._trainer.current_epoch - 1)
         if self._batches_before > -2:
             self._batches_before = loop.all_batches(self._trainer)
 
     @override
     def end_batch(self) -> None:
-        self._step.complete_epoch()  # also where the loader gave None, for which there is no `training_step`
+        self._step.complete_epoch()  # also if the loader gave None, for which no `training_step` runs
         if self._engine.progress.closed_batch == self._engine.batch:
             if self._lr_schedulers.awaiting_metric:
                 self._lr_schedulers.after_batch(self._trainer, self._module, validates=True)
@@ -103,7 +103,7 @@ class ManualDoor(Door):
     def end_epoch(self) -> bool:
         if self._engine.progress.window.is_pending:
             self._leave_window()
-        self._step.complete_epoch()  # also one left by `on_train_batch_start` that returned -1
+        self._step.complete_epoch()  # also if `on_train_batch_start` returned -1
         self._warn_if_endless()
         own_hook = self._module.on_train_epoch_end
 
@@ -123,7 +123,7 @@ class ManualDoor(Door):
             self._batches_before = -2
 
     def _leave_window(self) -> None:
-        """Handle a window that is open where its epoch ends, as `partial_window` asks."""
+        """Handle a window that is open at the end of its epoch, according to `partial_window`."""
         partial_window, trainer = self._engine.options.partial_window, self._trainer
         if partial_window == "drop":
             self._engine.drop()
@@ -132,11 +132,11 @@ class ManualDoor(Door):
         if self._engine.progress.holds_step:
             self._step.close_window(at=None)
             logs.advance_logger_step(trainer)
-        elif not 0 <= trainer.max_steps <= trainer.global_step:  # no step is left: a checkpoint keeps what it holds
+        elif not 0 <= trainer.max_steps <= trainer.global_step:  # no step is left: a checkpoint keeps the window
             self._end_long_windows()
 
     def _end_long_windows(self) -> None:
-        """Step the optimizers whose windows are open behind the last effective step, which is counted already."""
+        """Step the optimizers whose windows are open after the last effective step, which is already counted."""
         self._engine.optimizers = self._trainer.optimizers
         for window in list(self._engine.progress.window.accumulators.values()):
             if window.span.passed:
@@ -178,7 +178,7 @@ class ManualDoor(Door):
 
 
 def run_training_step(module: LightningModule, training_step: hooks.Hook, *args: object, **kwargs: object) -> object:
-    """Run the ``training_step`` of a class with the mixin, as the running fit's step does."""
+    """Run the ``training_step`` of a class with the mixin, through the step of the running fit."""
     step: ManualStep | None = module._accumulation.step  # type: ignore[union-attr,assignment]
     # Not inside a hook on the object, which runs around the class's.
     if step is None or step.micro_batch is not None:

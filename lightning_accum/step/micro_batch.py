@@ -1,4 +1,4 @@
-"""A micro-batch of a running ``training_step``, and which part of it a contribution is."""
+"""A micro-batch of a running ``training_step``, and the part of it in a contribution."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MicroBatch(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Which part of a loader batch a contribution is; as `Contribution` takes it."""
+    """The part of a loader batch in a contribution, as in `Contribution`."""
 
     pieces: int = 1
     opens_batch: bool = True

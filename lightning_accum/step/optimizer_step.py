@@ -1,4 +1,4 @@
-"""One optimizer's step under the mixin: through Lightning's wrapper, with the clip where it belongs."""
+"""One optimizer's step under the mixin: through Lightning's wrapper, with the clip in the right place."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class OptimizerStep:
         return not scaled_step.finish() and bool(clipped)
 
     def _evaluated_once(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Refuse a step that evaluates the loss for moved weights, or twice: its closure has nothing to evaluate."""
+        """Refuse a step that evaluates the loss after a change of weights, or twice: the closure cannot repeat it."""
         guard, evaluated = EvaluationGuard(), list[Optimizer]()
         guard.begin(optimizer)
 
@@ -84,7 +84,7 @@ class OptimizerStep:
     def _own_hook_then_clip(self, window: Accumulator, clipped: list[Optimizer]) -> hooks.Hook:
         """Let the clip run after the module's own ``on_before_optimizer_step``, as in automatic optimization.
 
-        So the hook sees the unclipped gradient, and needs no ``super()`` call.
+        The hook then sees the unclipped gradient, and needs no ``super()`` call.
         """
         module, trainer = self._module, self._trainer
         own_hook = module.on_before_optimizer_step
@@ -120,7 +120,7 @@ class OptimizerStep:
                 self._engine.gradients.scale(optimizer, ratio)
 
     def before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Call the hooks before the zeroing of a window that is over, as the loop does in automatic optimization."""
+        """Call the hooks before the gradients of a finished window are zeroed, as in automatic optimization."""
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined] # see `loop.callbacks`
             if callable(callback.on_before_zero_grad):  # as Lightning asks
                 callback.on_before_zero_grad(self._trainer, self._module, optimizer)
@@ -141,7 +141,7 @@ class OptimizerStep:
         return None
 
     def clip(self, optimizer: Optimizer, value: float | None, algorithm: str | None) -> None:
-        """Clip as Lightning does, fused optimizers too; by norm, the norm is kept for `EffectiveStep.grad_norm`."""
+        """Clip as Lightning does, fused optimizers too; a clip by norm also sets `EffectiveStep.grad_norm`."""
         window = self._stepping(optimizer)
         own_value, own_algorithm = self._trainer.gradient_clip_val, self._trainer.gradient_clip_algorithm
         if value is not own_value or algorithm is not own_algorithm:
@@ -150,7 +150,7 @@ class OptimizerStep:
         algorithm = (algorithm or own_algorithm or "norm").lower()
         if value is None or value <= 0:
             return
-        # Each once: torch would count and clip one that is in the optimizer twice two times.
+        # Each once: torch would count and clip a duplicate parameter twice.
         parameters = list(dict.fromkeys(self._trainer.precision_plugin.main_params(optimizer)))
         if algorithm == "norm":
             norm = clip_by_norm(self._trainer, parameters, value)

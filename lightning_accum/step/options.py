@@ -1,4 +1,4 @@
-"""What an AccumulationScheduler was asked for, apart from the schedule."""
+"""The options of an AccumulationScheduler, apart from the schedule."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ class Options:
 
     @classmethod
     def of(cls, scheduler: object) -> Options:
-        """Return those of an AccumulationScheduler, which has attributes of the same names."""
+        """Return the options of an AccumulationScheduler, from its attributes of the same names."""
         return cls(*(getattr(scheduler, field.name) for field in fields(cls)))

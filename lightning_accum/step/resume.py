@@ -1,4 +1,4 @@
-"""What a resumed fit first makes up for: the rest of the micro-batch that its checkpoint was made in."""
+"""The first work of a resumed fit: the rest of its checkpoint's micro-batch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lightning_accum.window.progress import State
 
 
 def finish_batch_after_start(engine: Engine, door: Door, state: State) -> None:
-    """Finish the checkpoint's micro-batch when all hooks of ``on_train_start`` are over.
+    """Finish the checkpoint's micro-batch after all hooks of ``on_train_start``.
 
-    A micro-batch whose contribution is in the checkpoint is not repeated. What would have followed happens here, in
+    A micro-batch whose contribution is in the checkpoint is not repeated. The work that would follow runs here, in
     that order: the window's close, the LR schedulers, ``on_train_batch_end``; then, by Lightning, a validation that is
-    due, and the epoch's end behind its last micro-batch.
+    due, and the epoch's end after its last micro-batch.
 
     Args:
         engine: of the fit.
         door: of the fit.
-        state: what was restored.
+        state: the restored one.
     """
     engine.guard_open_window()
     if not restart.is_resumed(engine.trainer):

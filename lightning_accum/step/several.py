@@ -1,4 +1,4 @@
-"""Several optimizers: a backward contributes to the windows that it is for, and to no other."""
+"""Several optimizers: a backward contributes to its optimizers' windows, and to no other."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_accum.window.state import Accumulator, Phase
 
 
 def groups(engine: Engine, windows: Sequence[Accumulator]) -> list[Sequence[Accumulator]]:
-    """Return the windows that take one backward together; a parameter of two of them needs one for each."""
+    """Return the windows that share one backward; a parameter of two of them needs one backward for each."""
     optimizers = [engine.trainer.optimizers[window.index] for window in windows]
     apart = len(windows) > 1 and engine.gradients.share_parameters(optimizers)
     return [[window] for window in windows] if apart else [windows]
 
 
 def grouped(engine: Engine, opened: Sequence[tuple[Accumulator, MicroBatch]]) -> list[tuple[list[Accumulator], bool]]:
-    """Return the windows that one backward can be for, each group with whether its windows end with this micro-batch.
+    """Return the windows that can share one backward, each group with whether it ends with this micro-batch.
 
     A parameter of two windows needs its gradient twice, once for each; and a backward is synced, or it is not.
     """
@@ -38,9 +38,9 @@ def grouped(engine: Engine, opened: Sequence[tuple[Accumulator, MicroBatch]]) ->
 
 
 def apart(engine: Engine, windows: Sequence[Accumulator]) -> AbstractContextManager[None]:
-    """Return the context of a backward for these windows: it changes the gradients of no other optimizer.
+    """Return the context of a backward for these windows, which does not change other optimizers' gradients.
 
-    Under sharding part of a gradient is kept elsewhere, and it does: one warning says so.
+    Under sharding it does, because part of a gradient is kept elsewhere: one warning says so.
     """
     optimizers = engine.trainer.optimizers
     if len(windows) == len(optimizers):
@@ -56,9 +56,9 @@ def apart(engine: Engine, windows: Sequence[Accumulator]) -> AbstractContextMana
 
 @contextmanager
 def together(engine: Engine, windows: Sequence[Accumulator]) -> Iterator[None]:
-    """Let one backward contribute to several windows, and to no other, with the factor of the first one.
+    """Let one backward contribute to these windows only, with the first one's factor.
 
-    Their units differ where they have summed unlike weights, in this window or before.
+    Their units differ if their weights differ, in this window or before.
     """
     others = [engine.trainer.optimizers[window.index] for window in windows[1:]]
     ratios = [window.unit / windows[0].unit for window in windows[1:]]
@@ -72,7 +72,7 @@ def together(engine: Engine, windows: Sequence[Accumulator]) -> Iterator[None]:
 
 
 def keywords(engine: Engine, *, keeps_graph: bool) -> dict[str, bool]:
-    """Keep the graph where another optimizer's loss may run through it; with one optimizer, add such losses up."""
+    """Keep the graph if another optimizer's loss may run through it; with one optimizer, sum such losses instead."""
     keeps = keeps_graph and len(engine.trainer.optimizers) > 1 and hooks.takes(engine.module.backward, "retain_graph")
     return {"retain_graph": True} if keeps else {}
 

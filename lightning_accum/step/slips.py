@@ -1,4 +1,4 @@
-"""Watching for what a hand-written loop leaves behind in a module with the mixin; one warning each in a fit."""
+"""Detect remains of a hand-written loop in a module with the mixin; one warning each per fit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def warn_of_unused_hooks(module: LightningModule) -> None:
 
 
 def warn_of_missing_intervals(configured: object) -> None:
-    """Warn about LR schedulers without an ``interval``, which a hand-written loop steps where it likes."""
+    """Warn about LR schedulers without an ``interval``, which a hand-written loop steps at any place."""
     names = [type(scheduler).__name__ for scheduler in _without_interval(configured)]
     if names:
         by_hand.warn_of_missing_interval(", ".join(dict.fromkeys(names)))
@@ -38,13 +38,13 @@ def warn_of_missing_intervals(configured: object) -> None:
 def _without_interval(configured: object) -> Iterator[object]:
     for entry in _entries(configured):
         scheduler = entry.get("scheduler") if isinstance(entry, dict) else entry
-        # Whoever follows a metric follows that of an epoch, also by hand.
+        # A scheduler that follows a metric follows an epoch's, also in a hand-written loop.
         if not ((isinstance(entry, dict) and "interval" in entry) or isinstance(scheduler, ReduceLROnPlateau | None)):
             yield scheduler
 
 
 def _entries(configured: object) -> Iterator[object]:
-    """The LR schedulers in what ``configure_optimizers`` returned, each as it stands there."""
+    """The entries of LR schedulers in the result of ``configure_optimizers``."""
     if isinstance(configured, dict):
         yield configured.get("lr_scheduler")
     elif isinstance(configured, list | tuple):
@@ -56,27 +56,27 @@ def _entries(configured: object) -> Iterator[object]:
 
 
 class CallWatch(Counter[str]):
-    """Counts the calls of `accumulate` and its kin in a fit, by how they begin; warns if there are none."""
+    """Counts the calls of `accumulate` and similar methods in a fit; warns if there are none."""
 
     def warn(self, steps_by_hand: int) -> None:
-        """Warn once that ``training_step`` returns a loss that nothing learns from."""
+        """Warn once if ``training_step`` returns a loss that is never accumulated."""
         by_hand.warn_of_lost_losses(by_hand=steps_by_hand > 0)
         self["warned"] += 1
 
 
 class ScheduleWatch:
-    """Warns about an LR scheduler that is stepped by hand besides."""
+    """Warns about an LR scheduler that is also stepped by hand."""
 
     def __init__(self) -> None:
         self._left_at: dict[object, float] | None = {}  # None: warned
 
     def note(self, scheduler: object) -> None:
-        """Note where the mixin has left a scheduler."""
+        """Note a scheduler's count after the mixin has stepped it."""
         if self._left_at is not None:
             self._left_at[scheduler] = getattr(scheduler, "last_epoch", 0)
 
     def check(self, *configs: LRSchedulerConfig) -> None:
-        """Warn if a scheduler has moved on since; one that a finder has put back, or exchanged, has not."""
+        """Warn if a scheduler has advanced since then; a finder may have restored or replaced it."""
         for config in configs:
             scheduler, left_at = config.scheduler, self._left_at
             if left_at is None:
@@ -88,14 +88,14 @@ class ScheduleWatch:
 
 
 class GradientWatch:
-    """Warns about gradients that are changed in place inside a window, in each optimizer's first one that can show it.
+    """Warns about gradients changed in place inside a window, in each optimizer's first one of several micro-batches.
 
     Fact: torch counts in ``_version`` how often a tensor was changed in place.
     """
 
     def __init__(self) -> None:
         self.noted: dict[int, list[tuple[Tensor, int]]] = {}  # by the optimizer's position
-        self.seen: set[int] = set()  # the positions at which there is nothing more to look for
+        self.seen: set[int] = set()  # the positions of optimizers that need no more checks
 
     def note(self, index: int, optimizer: Optimizer) -> None:
         """Note the gradients that a backward has left."""
@@ -103,7 +103,7 @@ class GradientWatch:
         self.noted[index] = [(gradient, gradient._version) for gradient in gradients]
 
     def check(self, index: int) -> None:
-        """Warn if they have changed since; raise if they are zeros, as ``zero_grad(set_to_none=False)`` leaves them."""
+        """Warn if they have changed since then; raise if they are zeros, as after ``zero_grad(set_to_none=False)``."""
         noted = self.noted.pop(index, [])
         changed = [gradient for gradient, version in noted if gradient._version != version]
         if not changed:
@@ -114,18 +114,18 @@ class GradientWatch:
         by_hand.warn_of_changed_gradients()
 
     def forget(self) -> None:
-        """Begin anew: what has changed them was no slip."""
+        """Forget the gradients: this change is not a mistake."""
         self.noted.clear()
 
     def end(self, index: int, micro_batches: int) -> None:
-        """A window is over; one of several micro-batches has shown what there is to see."""
+        """End a window; one with several micro-batches needs no further checks."""
         self.noted.pop(index, None)
         if micro_batches > 1:
             self.seen.add(index)
 
 
 class OrderWatch:
-    """Warns where one optimizer has stepped, and another one's loss of the same micro-batch sees the moved weights.
+    """Warns if one optimizer has stepped, and another one's loss of the same micro-batch uses the updated weights.
 
     It looks at the first window of several micro-batches: whether a module of the stepped parameters runs again, or the
     loss's graph leads to them.
@@ -138,7 +138,7 @@ class OrderWatch:
         self._windows = 0
 
     def note_step(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Note a step that was made inside ``training_step``."""
+        """Note a step taken inside ``training_step``."""
         if self._windows:
             return
         moved = set(parameters(optimizer))
@@ -148,7 +148,7 @@ class OrderWatch:
                 self._handles.append(part.register_forward_pre_hook(lambda part, _: self._ran.append(part)))
 
     def check(self, loss: Tensor) -> None:
-        """Warn if a loss sees weights that have moved in this micro-batch."""
+        """Warn if a loss uses weights that were updated in this micro-batch."""
         if not self._windows and (self._ran or any(leaf in self.moved for leaf in _leaves(loss))):
             self._windows += 1  # one warning
             by_hand.warn_of_order()
@@ -162,7 +162,7 @@ class OrderWatch:
 
 
 def _leaves(loss: Tensor) -> Iterable[Tensor]:
-    """The tensors without a history that a loss's graph leads to."""
+    """Yield the leaf tensors of a loss's graph."""
     nodes: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
     seen = set(nodes)
     while nodes:

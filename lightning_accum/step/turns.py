@@ -1,4 +1,4 @@
-"""Windows of several optimizers end one after the other: on several ranks in the same order on all of them."""
+"""End the windows of several optimizers one after the other, in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lightning_accum.window.state import Accumulator, Phase
 
 
 def are_needed(engine: Engine) -> bool:
-    """Whether ranks could end windows in different orders; with sharded parameters none may leave out a loss."""
+    """Whether ranks could end windows in different orders; with sharded parameters every rank needs every loss."""
     return engine.ranks.size > 1 and len(engine.trainer.optimizers) > 1 and not engine.ranks.is_sharded
 
 
 class Turns:
-    """Ends windows, and lets a rank that has no loss for one end it where the other ranks do.
+    """Ends windows, and lets a rank without a loss for one end it together with the other ranks.
 
-    A window ends with a sync and a sum in which ranks wait for each other, and which do not tell one optimizer from
-    another. The order is that of the calls of a rank with losses; so one small all-reduce before each end tells it.
+    A window ends with a sync and a sum in which ranks wait for each other, whatever the optimizer is. The order follows
+    the calls of a rank with losses, so one small all-reduce before each end determines it.
 
     Args:
         engine: of the fit.
@@ -41,21 +41,21 @@ class Turns:
     def wait(
         self, opened: Sequence[tuple[Accumulator, MicroBatch]], *, gives: bool, more: bool
     ) -> list[tuple[Accumulator, MicroBatch]]:
-        """Wait for the turn of the windows that end with this call; return what is left to contribute to."""
+        """Wait for the turn of the windows that end with this call; return those still open for it."""
         if not more:
             ends = [part for part, micro_batch in opened if micro_batch.closes and part.phase is not Phase.STEPPED]
             self.take(ends, gives=gives)
         return [one for one in opened if one[0].phase is not Phase.STEPPED]
 
     def take(self, windows: Sequence[Accumulator], *, gives: bool) -> list[Accumulator]:
-        """Wait for the turn of these windows; end the others before that other ranks have losses for.
+        """Wait for the turn of these windows; first end the others, for which other ranks have losses.
 
         Args:
-            windows: that this rank ends next.
+            windows: those this rank ends next.
             gives: whether it has a loss for them, so that its order counts.
 
         Returns:
-            Those that are left to end.
+            The windows still to end.
         """
         left = list(windows)
         while left and are_needed(self._engine):
@@ -80,7 +80,7 @@ class Turns:
         return [] if number == 0 else [*self._positions(number // base, base), number % base - 1]
 
     def end(self, windows: Sequence[Accumulator]) -> list[EffectiveStep | None]:
-        """Take part in the windows' syncs, as far as this rank has not yet, and take their steps."""
+        """Take part in the windows' syncs, unless this rank has already, and take their steps."""
         for group in several.groups(self._engine, windows):
-            several.complete(self._engine, self._clean, group)  # by one backward, as on the ranks that had a loss
+            several.complete(self._engine, self._clean, group)  # by one backward, as on ranks with a loss
         return [self._step(window) for window in windows]

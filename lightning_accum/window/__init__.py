@@ -1,1 +1,1 @@
-"""The accumulation window: its state, where it opens, and how checkpoints keep it."""
+"""The accumulation window: its state, where it opens, and how checkpoints save it."""

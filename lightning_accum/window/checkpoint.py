@@ -1,6 +1,6 @@
-"""A checkpoint made anywhere: what it holds of the open window, with its gradients, on all ranks; and the way back.
+"""Save the open window with its gradients in a checkpoint made anywhere, on all ranks; and restore it.
 
-It adds at most one tensor per trainable parameter, and nothing where no window is open.
+It adds at most one tensor per trainable parameter, and nothing if no window is open.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def snapshot(trainer: Trainer, progress: Progress, gradients: WindowGradients, why_not: str | None = None) -> State:
-    """Return what the plain state lacks where a checkpoint is made inside a window or a micro-batch.
+    """Return what to add to the plain state in a checkpoint made inside a window or a micro-batch.
 
     Args:
         trainer: the Trainer that saves.
@@ -44,7 +44,7 @@ def snapshot(trainer: Trainer, progress: Progress, gradients: WindowGradients, w
     window = progress.window
     if window.is_any(Phase.BACKWARD, Phase.STEPPING):
         state = _left_out("a backward or a step was under way", progress)
-        # The loader will not give this micro-batch again: where it was the window's last one, no more will come.
+        # The loader will not yield this micro-batch again: if it was the window's last one, none will follow.
         if _is_lost(trainer, progress) and window.length and loop.ready_batches(trainer) >= window.length.end:
             state["window"] = None
         return state
@@ -63,10 +63,10 @@ def _left_out(reason: str, progress: Progress) -> State:
 
 
 def batch_is_done(trainer: Trainer, progress: Progress) -> bool:
-    """Whether a resumed fit must not repeat the present micro-batch.
+    """Whether a resumed fit must not repeat the current micro-batch.
 
-    That is one whose contribution is in the state: after an error behind `accumulate` it would be added twice. So is
-    one that a resumable loader will not give again, since the epoch would be one micro-batch short.
+    That is one whose contribution is in the state: after an error that follows `accumulate` it would be added twice;
+    and one that a resumable loader will not yield again: the epoch would be one micro-batch short.
     """
     return loop.batch_is_processed(trainer) or _is_added(trainer, progress) or _is_lost(trainer, progress)
 
@@ -84,10 +84,10 @@ def _is_lost(trainer: Trainer, progress: Progress) -> bool:
 
 
 def enter_batch(trainer: Trainer, progress: Progress, checkpoint: State) -> State:
-    """Enter the present micro-batch as done, if it is not to be repeated, and a validation as not over, if it is not.
+    """Mark the current micro-batch as done unless it is to be repeated, and an unfinished validation as unfinished.
 
     Returns:
-        What is left to do of the micro-batch if its ``training_step`` is not through; the resumed fit does that when
+        The rest of the micro-batch if its ``training_step`` is not over; the resumed fit finishes it when
         training starts (`step.resume`). Otherwise empty.
     """
     is_done = batch_is_done(trainer, progress)
@@ -107,9 +107,9 @@ def enter_batch(trainer: Trainer, progress: Progress, checkpoint: State) -> Stat
 
 
 def _pack(trainer: Trainer, open_parts: Iterable[Accumulator], gradients: WindowGradients) -> State:
-    """The open window as plain numbers and CPU tensors, which do not change when training goes on.
+    """Return the open window as plain numbers and CPU tensors, which do not change when training continues.
 
-    Sums are those over the ranks, gradients their mean, since one rank writes for all. Every rank must call it.
+    Sums are over the ranks, and gradients their mean, since one rank writes for all. Every rank must call it.
     """
     return {
         "ranks": trainer.world_size,
@@ -152,10 +152,10 @@ def _on_cpu(value: Weight) -> Weight:
 
 
 def upgrade(state: State) -> State:
-    """Return a state of any earlier form in the present one.
+    """Convert a state of any earlier form to the current one.
 
     Raises:
-        ValueError: it is damaged, or that of another class.
+        ValueError: it is damaged, or of another class.
     """
     try:
         new = state if "version" in state else _upgraded(state)
@@ -182,7 +182,7 @@ def _upgraded(state: State) -> State:
 
 
 def new_state(trainer: Trainer, every: tuple[int, ...] = ()) -> State:
-    """Return the state of a first or second fit, or of a training begun without this package.
+    """Return the state of a first or second fit, or of a training that began without this package.
 
     Fact: ``trainer.global_step`` counts every optimizer's step.
     """
@@ -191,14 +191,14 @@ def new_state(trainer: Trainer, every: tuple[int, ...] = ()) -> State:
 
 
 def restore_gradients(trainer: Trainer, progress: Progress, gradients: WindowGradients, state: State) -> str | None:
-    """Restore what the open window held; return the reason if it held gradients that do not come back."""
+    """Restore the open window; return the reason if its gradients cannot be restored."""
     first_step.undo_after_loading(trainer, state)
     reason: str | None = state.get("left_out")
     if "pending" not in state:
         return reason
     kept = state["pending"]["optimizers"]
     if not all(i < len(trainer.optimizers) and _fits(trainer.optimizers[i], kept[i]["gradients"]) for i in kept):
-        return "they are those of other parameters"
+        return "they belong to other parameters"
     if "sharded" in state["pending"] and not sharded.has_shards(trainer):
         return "they are sharded, and the parameters are not"
     if (why_not := sharded.reason_to_leave_out(trainer)) is not None:
@@ -216,9 +216,9 @@ def _fits(optimizer: Optimizer, gradients: Iterable[Tensor | list[int] | None]) 
 def _unpack(trainer: Trainer, progress: Progress, gradients: WindowGradients, packed: State) -> None:
     """Continue the window; the number of ranks and the loss scale may have changed."""
     ranks, scaler = trainer.world_size, active_scaler(trainer)
-    if scaler is not None:  # Fact: it makes its scale when it first scales a loss, and none may be left in the window
+    if scaler is not None:  # Fact: it creates its scale at the first loss, and the window may have none left
         scaler.scale(torch.zeros((), device=trainer.strategy.root_device))
-    # A sync averages over the ranks: each one's share of the sum, as if it had added it.
+    # A sync averages over the ranks: each rank gets its share of the sum, as if it had contributed it.
     factor = loss_scale(scaler) / packed["scale"] * packed["ranks"] / ranks
     for i, kept in packed["optimizers"].items():
         optimizer = trainer.optimizers[i]

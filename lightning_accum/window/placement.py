@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 class WindowPlacement:
     """Places the windows of one fit, and makes them the Trainer's accumulation factor.
 
-    Places in an epoch (the window's, and that of the samples counted so far) are relative to the epoch that the loop's
-    progress is in. They move to the next epoch where that begins, not where the last one ends, so that a checkpoint
-    made anywhere between holds a matching pair.
+    Places in an epoch (the window's, and that up to which samples are counted) are relative to the epoch in the loop's
+    progress. They move to the next epoch when that begins, not when the last one ends, so that a checkpoint
+    made in between holds a matching pair.
 
     Args:
-        schedule: as the user gave it; `settle` makes factors of effective batch sizes.
-        partial_window: what happens to the window that an epoch ends inside of.
+        schedule: the user's; `settle` derives factors from effective batch sizes.
+        partial_window: how to handle a partial window at the end of an epoch.
         progress: of the training.
-        flags: the Trainer's own values, which the windows replace.
+        flags: the Trainer's values, which the windows replace.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class WindowPlacement:
         self._flags.write(trainer, WindowLength(self.schedule.factor_at(0), ends_with_epoch=self._ends_with_epoch))
 
     def resume(self, trainer: Trainer, window: dict[str, int] | None) -> None:
-        """Show the window that a checkpoint was made in, or the one that the next micro-batch will open.
+        """Show the checkpoint's window, or the one that the next micro-batch will open.
 
         Before it runs, the loop asks whether the last micro-batch had closed its window.
 
@@ -92,14 +92,14 @@ class WindowPlacement:
     # During training
 
     def follow_loader(self, trainer: Trainer) -> bool:
-        """Resolve effective batch sizes for the loader of the epoch that begins; whether factors have changed."""
+        """Resolve effective batch sizes for the next epoch's loader; return whether factors have changed."""
         before = self.schedule
         if before.sizes is not None:
             self.schedule = resolve(before, trainer)
         return self.schedule.factors != before.factors
 
     def begin_epoch(self, trainer: Trainer) -> None:
-        """Move to the next epoch, in which a carried window has opened at a negative place."""
+        """Move to the next epoch; a carried window has opened at a negative place in it."""
         passed, progress = loop.passed_batches(trainer), self._progress
         if progress.samples is not None:
             self._count_samples(trainer, passed)
@@ -112,21 +112,21 @@ class WindowPlacement:
         self._flags.write_begun_epoch(trainer)
 
     def end_epoch(self, trainer: Trainer, *, keeps_window: bool) -> None:
-        """Leave the epoch's last window, unless it is carried on, or kept for a checkpoint."""
-        if self._progress.samples is not None:  # of the loader that gave them; the next epoch may have another one
+        """Leave the epoch's last window, unless it is carried or kept for a checkpoint."""
+        if self._progress.samples is not None:  # with this epoch's loader; the next epoch may have another one
             self._count_samples(trainer, loop.passed_batches(trainer))
         if not (self._carries or keeps_window):
             self._progress.window.length = None
-        self._correct_logger_step(trainer, at_least=1)  # the epoch's own metrics are logged one before
+        self._correct_logger_step(trainer, at_least=1)  # the epoch's metrics are logged one step earlier
 
     def begin_batch(self, trainer: Trainer, batch_idx: int, *, extends_overdue: Callable[[], bool]) -> bool:
-        """Place the micro-batch in its window; whether that is another window than the last micro-batch's.
+        """Place the micro-batch in its window; return whether it is a new window.
 
         Args:
             trainer: the Trainer of the fit.
             batch_idx: of the hook.
-            extends_overdue: whether a window that should have closed before goes on with this micro-batch. The loader
-                gave None for its last place, at which Lightning runs no training step: this one closes it.
+            extends_overdue: whether a window that should have closed earlier continues with this one. The loader
+                gave None for its last place, so Lightning ran no training step there: this one closes it.
         """
         length, place = self._progress.window.length, loop.place_in_epoch(trainer, batch_idx)
         moves_on = length is None or place >= length.end
@@ -139,7 +139,7 @@ class WindowPlacement:
         return moves_on
 
     def is_inside_epoch(self, trainer: Trainer) -> bool:
-        """Whether the window is known to end before the epoch does, whose last place the loader may leave empty."""
+        """Whether the window surely ends before the epoch, whose last place the loader may leave empty."""
         length = self._progress.window.length
         return length is not None and length.end < trainer.num_training_batches < inf
 
@@ -152,7 +152,7 @@ class WindowPlacement:
         self._open(trainer, int(left) if is_short else factor, batch_idx, factor)
 
     def _open(self, trainer: Trainer, length: int, opened_at: int, factor: int | None = None) -> None:
-        if factor is None:  # a carried window keeps the one that it was opened with
+        if factor is None:  # a carried window keeps the factor it was opened with
             factor = self._factor(trainer) if self._ends_with_epoch else length
         placed = self._placed(length, opened_at, factor)
         self._progress.window.length = placed
@@ -170,12 +170,12 @@ class WindowPlacement:
         )
 
     def _correct_logger_step(self, trainer: Trainer, at_least: int = 0) -> None:
-        """Take back what the loop has added to the loggers' x where an epoch, but no window, has ended."""
+        """Undo the loop's increment of the loggers' x at the end of an epoch that ended no window."""
         if not self._ends_with_epoch:
             logs.set_logger_step(trainer, max(self._progress.effective_step, at_least))
 
     def _count_samples(self, trainer: Trainer, place: int) -> None:
-        """Count samples up to a micro-batch of this epoch; back again, if one is repeated after a failure."""
+        """Count samples up to a micro-batch of this epoch; count back if one is repeated after a failure."""
         assert self._progress.samples is not None
         seen, counted_to = self._progress.samples
         self._progress.samples = Samples(seen + (samples(trainer, counted_to, place) or 0), place)

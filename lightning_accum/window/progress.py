@@ -1,4 +1,4 @@
-"""How far a training has come: the counters, and the open window. This is what a checkpoint keeps."""
+"""The progress of a training: the counters and the open window, as saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ State = dict[str, Any]  # plain numbers, strings and tensors, as a checkpoint ho
 class Window:
     """The window of all optimizers, from where it opens until it is counted.
 
-    An optimizer's part may span several of these: it then goes on in the next one.
+    An optimizer's part may span several windows: it then continues in the next one.
 
     Args:
-        length: its place and length; None before its first micro-batch, and where no scheduler hook runs.
+        length: its place and length; None before its first micro-batch, and if no hook of the scheduler runs.
     """
 
     __slots__ = ("accumulators", "length")
@@ -32,7 +32,7 @@ class Window:
         return any(accumulator.phase in phases for accumulator in self.accumulators.values())
 
     def next(self) -> Window:
-        """Return the one that follows, with the parts that go on."""
+        """Return the next window, with the parts that continue."""
         window = Window()
         for i, accumulator in self.accumulators.items():
             if accumulator.span.passed and accumulator.phase is not Phase.STEPPED:
@@ -65,17 +65,17 @@ class Samples(NamedTuple):
 
 @dataclass
 class Progress:
-    """How far a training has come; what a checkpoint keeps.
+    """The progress of a training, as saved in checkpoints.
 
     Args:
         effective_step: windows closed so far.
-        skipped_steps: how many of these moved no weights.
-        samples: None where they are not counted.
+        skipped_steps: how many of these changed no weights.
+        samples: None if they are not counted.
         histories: by the optimizer's position.
         window: the open window.
         last_batch: the last micro-batch whose contribution is in a window, counted over the whole training from 1.
         closed_batch: the last micro-batch that has closed a window, counted in the same way.
-        awaited_batch: the last micro-batch that had announced more contributions than it had made, in the same way.
+        awaited_batch: the last micro-batch with announced contributions that were missing, in the same way.
         sees_all_weights: as `Accumulator` takes it.
         every: effective steps that each optimizer's windows span, from the next one that opens; empty: one.
     """
@@ -92,7 +92,7 @@ class Progress:
     every: tuple[int, ...] = ()
 
     def accumulator(self, optimizer_idx: int) -> Accumulator:
-        """An optimizer's part of the window; made when first asked for: LearningRateFinder trains before our hooks."""
+        """Return an optimizer's part of the window; created on demand: LearningRateFinder trains before our hooks."""
         accumulators = self.window.accumulators
         if optimizer_idx not in accumulators:
             span = Span(self._every(optimizer_idx))
@@ -102,7 +102,7 @@ class Progress:
         return accumulators[optimizer_idx]
 
     def history(self, optimizer_idx: int) -> History:
-        """What an optimizer keeps from window to window."""
+        """Return what an optimizer keeps from window to window."""
         if optimizer_idx not in self.histories:
             steps = (self.effective_step - self.skipped_steps) // self._every(optimizer_idx)
             self.histories[optimizer_idx] = History(steps)
@@ -113,23 +113,23 @@ class Progress:
 
     @property
     def holds_step(self) -> bool:
-        """Whether the open window holds contributions of its own, besides what parts bring from those before."""
+        """Whether the open window has new contributions, besides those of parts that continue from earlier ones."""
         parts = self.window.accumulators.values()
         return self.last_batch > self.closed_batch or any(p.is_pending and not p.span.passed for p in parts)
 
     @property
     def spans(self) -> dict[int, Span]:
-        """Where the parts stand that span several windows, by the optimizer's position."""
+        """The spans of parts that continue over several windows, by the optimizer's position."""
         inside, parts = self.window.length is not None, self.window.accumulators
         spans = {i: self.accumulator(i).span for i in sorted({*range(len(self.every)), *parts})}
         going_on = {i: span for i, span in spans.items() if parts[i].phase is not Phase.STEPPED}
         return {i: span for i, span in going_on.items() if span.passed or (inside and span.steps > 1)}
 
     def close(self, factor: int = 1) -> None:
-        """Count the window, all of whose steps are over; the next micro-batch opens another one.
+        """Count the window after all its steps; the next micro-batch opens another one.
 
         Args:
-            factor: its accumulation factor, for the parts that go on.
+            factor: its accumulation factor, for the parts that continue.
         """
         for accumulator in self.window.accumulators.values():
             if accumulator.phase is Phase.STEPPED:
@@ -146,12 +146,12 @@ class Progress:
         self.window = Window()
 
     def restart(self, effective_step: int, skipped_steps: int = 0) -> None:
-        """Begin after a number of windows of which nothing else is known."""
+        """Begin after a number of windows, if nothing else is known about them."""
         self.effective_step, self.skipped_steps, self.samples = effective_step, skipped_steps, None
         self.histories, self.window = {}, Window()
 
     def state_dict(self) -> State:
-        """Plain numbers and tensors: ``torch.load(weights_only=True)`` refuses other classes."""
+        """Return plain numbers and tensors: ``torch.load(weights_only=True)`` refuses other classes."""
         length, spans = self.window.length, self.spans
         return {
             "version": 2,
@@ -164,15 +164,15 @@ class Progress:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from a state of the present form; where its window opens is the caller's to say."""
+        """Continue from a state of the current form; the caller places its window."""
         self.restart(state["effective_step"], state["skipped_steps"])
         self.histories = {i: History(**kept) for i, kept in state["optimizers"].items()}
         self.samples = None if state["samples"] is None else Samples(**state["samples"])
         spans = {i: Span(**kept) for i, kept in state.get("spans", {}).items()}
         for i in spans if state["window"] is None else {*range(len(self.every)), *spans}:
-            self.accumulator(i).span = spans.get(i, Span())  # a window keeps the rhythm that it was opened with
+            self.accumulator(i).span = spans.get(i, Span())  # a window keeps the rhythm it was opened with
 
 
 def as_state(spans: dict[int, Span]) -> dict[int, dict[str, int]]:
-    """Return spans as a checkpoint keeps them."""
+    """Return spans in the form of a checkpoint."""
     return {i: span._asdict() for i, span in spans.items()}

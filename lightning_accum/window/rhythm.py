@@ -1,4 +1,4 @@
-"""Where an effective step ends, and a checkpoint is made: whose own windows end there, and whose go on."""
+"""Which optimizers' windows end with an effective step, and which continue; also for a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def is_due(trainer: Trainer, accumulator: Accumulator) -> bool:
-    """Whether an optimizer steps at the end of the present window, also asked before its last micro-batch."""
+    """Whether an optimizer steps at the end of the current window; also valid before its last micro-batch."""
     return accumulator.span.is_last or _ends_with_epoch(trainer)
 
 
 def _ends_with_epoch(trainer: Trainer) -> bool:
-    """Whether the present window is an epoch's last one, and windows end with their epoch.
+    """Whether the current window is an epoch's last one, and windows end with their epoch.
 
-    Where the loader has no length, only the epoch's last micro-batch tells.
+    If the loader has no length, this is known only in the epoch's last micro-batch.
     """
     window = current_window(trainer)
     if not window.ends_with_epoch:
@@ -30,7 +30,7 @@ def _ends_with_epoch(trainer: Trainer) -> bool:
 
 
 def going_on(trainer: Trainer, progress: Progress) -> list[Accumulator]:
-    """Return the parts of a window that is about to be counted which go on in the next one."""
+    """Return the parts that continue in the next window when this one is counted."""
     parts = [progress.accumulator(i) for i in range(len(trainer.optimizers))]
     return [part for part in parts if part.phase is not Phase.STEPPED and not is_due(trainer, part)]
 
@@ -39,7 +39,7 @@ def going_on(trainer: Trainer, progress: Progress) -> list[Accumulator]:
 
 
 def open_parts(trainer: Trainer, progress: Progress) -> list[Accumulator]:
-    """Return the parts of the window that go on from here, on all ranks those of the same optimizers."""
+    """Return the parts of the window that continue; the same optimizers on all ranks."""
     window = progress.window
     if window.is_any(Phase.STEPPED):
         return going_on(trainer, progress)
@@ -49,7 +49,7 @@ def open_parts(trainer: Trainer, progress: Progress) -> list[Accumulator]:
 
 
 def counted(trainer: Trainer, progress: Progress, open_parts: list[Accumulator]) -> State:
-    """Return what is other where the window's steps have begun: it counts, with those that it lacks."""
+    """Return the changes to the state once the window's steps have begun: it counts, including missing steps."""
     skipped = progress.skipped_steps + (not progress.window.has_moved)
     state: State = {"effective_step": progress.effective_step + 1, "skipped_steps": skipped, "window": None}
     parts = progress.window.accumulators.values()

@@ -1,4 +1,4 @@
-"""Checks what a checkpoint holds of AccumulationScheduler, before anything is restored from it."""
+"""Checks of AccumulationScheduler's state in a checkpoint, before anything is restored from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-# The entries of each part of a state that the present form needs.
+# The entries that each part of a state needs in the current form.
 _STATE = ("effective_step", "skipped_steps", "window", "samples", "optimizers")
 _SPAN = ("steps", "passed", "factor")
 _PENDING = ("ranks", "scale", "optimizers")
@@ -16,7 +16,7 @@ _PENDING_OPTIMIZER = ("length", "micro_batches", "batches", "weight", "loss", "g
 
 
 def check_state(state: object) -> None:
-    """Raise ValueError, saying what is wrong, if a state of the present form cannot be restored."""
+    """Raise ValueError with the reason if a state of the current form cannot be restored."""
     _need(state, "it", _STATE)
     assert isinstance(state, Mapping)
     for name in ("effective_step", "skipped_steps"):

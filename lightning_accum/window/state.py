@@ -1,4 +1,4 @@
-"""The state of an accumulation window: what it has summed, and what it is in the middle of. No Lightning."""
+"""The state of an accumulation window: its sums, and its phase. No Lightning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_accum.window.values import Contribution, History, Span, Totals
 
 
 class Phase(Enum):
-    """Where one optimizer's window stands, and what ``.grad`` holds there."""
+    """The phase of one optimizer's window, and what ``.grad`` holds in it."""
 
     EMPTY = "nothing contributed; .grad holds nothing of this window"
     OPEN = "between micro-batches; .grad is the sum of all committed contributions"
@@ -30,11 +30,11 @@ class Accumulator:
 
     Micro-batch ``i`` contributes ``grad loss_i * weight_i / (length * mean_weight)``. At the window's end the gradients
     are multiplied by ``length * mean_weight / sum(weight)``, which makes them ``sum(weight_i * grad loss_i) /
-    sum(weight_i)``. With the mean weight of the window before, the scale stays near 1/length, in fp16's range, and both
+    sum(weight_i)``. With the previous window's mean weight the scale stays near 1/length, in fp16's range, and both
     factors are exact for equal weights.
 
     Args:
-        history: what is kept from the windows before.
+        history: values kept from earlier windows.
         index: position of the optimizer in ``configure_optimizers``.
         sees_all_weights: whether this process knows every weight of the window. Otherwise the mean weight of the first
             window is taken as 1, since it must be the same on all ranks.
@@ -81,7 +81,7 @@ class Accumulator:
         self.drop()
 
     def drop(self) -> None:
-        """Forget what the window holds; it is not counted, and ends where it would. The caller clears ``.grad``."""
+        """Discard the window's contributions; its end stays the same. The caller clears ``.grad``."""
         self.phase = Phase.EMPTY
         self.length: float = 1
         self.micro_batches = 0
@@ -89,21 +89,21 @@ class Accumulator:
         self.weight: Weight = 0.0
         self.loss: Weight = 0.0
         self.totals = Totals(0.0, 0.0, 0)
-        self.witness: Tensor | None = None  # a parameter that a backward has left a gradient in
+        self.witness: Tensor | None = None  # a parameter with a gradient from a backward
         self.has_synced = False  # the last backward was synced over the ranks
         self.has_moved = False  # the step has changed the weights
         self.grad_norm: Tensor | None = None  # before the clip; None until a step has seen a gradient
         self._announced: Contribution | None = None
 
     def restore(self, sums: Totals, micro_batches: int, length: float, witness: Tensor | None) -> None:
-        """Continue a window that a checkpoint was made in."""
+        """Continue the window of a checkpoint."""
         self.expect(Phase.EMPTY)
         self.phase, self.length, self.micro_batches = Phase.OPEN, length, micro_batches
         self.weight, self.loss, self.batches, _ = sums
         self.witness = witness
 
     def remember(self) -> Callable[[], None]:
-        """Keep what contributions change; what is returned puts it back."""
+        """Save everything that contributions change; return a function that restores it."""
         kept = {name: getattr(self, name) for name in self.__slots__}
         mean_weight = self.history.mean_weight
 
@@ -118,12 +118,12 @@ class Accumulator:
         """Announce a contribution; return the factor for its loss.
 
         Nothing is committed yet: a backward that fails must not count. The gradients of one that has failed are
-        incomplete for good, so that the window begins again with this contribution.
+        incomplete, so the window starts again with this contribution.
 
         Args:
-            contribution: what the backward adds; None for one that only takes part in a sync.
+            contribution: of the backward; None if it only takes part in a sync.
             length: micro-batches that the window is announced to hold, the same on all ranks.
-            divided_by: what else the loss is divided by on its way.
+            divided_by: a further divisor of the loss.
         """
         if self.phase is Phase.BACKWARD:
             self.drop()
@@ -180,7 +180,7 @@ class Accumulator:
         self.history.steps += moved
 
     def stay_open(self, factor: int) -> None:
-        """Go on over the end of an effective step of this factor, in which the optimizer does not step."""
+        """Continue past an effective step of this factor in which the optimizer does not step."""
         self.expect(Phase.EMPTY, Phase.OPEN)
         self.span = self.span.after(factor)
 
@@ -196,12 +196,12 @@ class Accumulator:
 
     @property
     def unit(self) -> Weight:
-        """What its losses are divided by, besides their weight; `begin_step` takes it out again."""
+        """The divisor of its losses, besides their weight; `begin_step` cancels it."""
         mean_weight = self.history.mean_weight
         return self.length if mean_weight is None else self.length * mean_weight
 
     def expect(self, *phases: Phase) -> None:
-        """Raise if the window is in another phase: an order of events that no user can cause."""
+        """Raise if the window is in another phase: users cannot cause such an order of events."""
         if self.phase not in phases:
             expected = " or ".join(phase.name for phase in phases)
             raise RuntimeError(
@@ -211,7 +211,7 @@ class Accumulator:
 
 
 def _first_mean_weight(contribution: Contribution) -> Weight | None:
-    """The first weight above 0, as that of a whole batch; a tensor that may be 0 is replaced by 1 without a read."""
+    """Return the first weight above 0, of a whole batch; a tensor that may be 0 becomes 1 without a read."""
     weight = contribution.weight * contribution.pieces
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, weight, torch.ones_like(weight))
@@ -220,7 +220,7 @@ def _first_mean_weight(contribution: Contribution) -> Weight | None:
 
 def _plus(total: Weight, loss: Tensor, weight: Weight) -> Tensor:
     if loss.dtype in (torch.float16, torch.bfloat16):
-        loss = loss.float()  # a sum in low precision loses what is small against it
+        loss = loss.float()  # a sum in low precision loses small values
     if isinstance(weight, Tensor):
         return torch.where(weight > 0, loss * weight, 0) + total  # the mean over no items is NaN
     return torch.add(total, loss, alpha=weight) if isinstance(total, Tensor) else loss * weight + total

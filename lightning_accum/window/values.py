@@ -1,4 +1,4 @@
-"""What goes into an accumulation window, what comes out of it, and what one window leaves to the next."""
+"""The input of an accumulation window, its totals, and the values that one window passes to the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Contribution(NamedTuple):
 
     Args:
         weight: items that the loss is a mean over.
-        loss: the mean, scalar ``()``, detached; None if losses are not summed, or this one weighs nothing.
+        loss: the mean, scalar ``()``, detached; None if losses are not summed, or the weight is 0.
         pieces: equal pieces that its loader batch is split into.
         opens_batch: whether it is the first of these pieces; the pieces of one batch count once.
     """
@@ -27,10 +27,10 @@ class Contribution(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The effective steps that one optimizer's window spans, where it stands in them, and how long it was announced.
+    """The effective steps that one optimizer's window spans, how many have passed, and its announced factor.
 
     Args:
-        steps: from where it opens to its optimizer's step; 1 without ``every``.
+        steps: from its opening to its optimizer's step; 1 without ``every``.
         passed: how many of them are closed.
         factor: the accumulation factor of the first one, by which all of them are scaled; 0 until that is closed.
 
@@ -58,7 +58,7 @@ class Totals(NamedTuple):
     """A window's sums over all ranks.
 
     Args:
-        weight: at the window's end a number that the host knows.
+        weight: at the window's end a number on the host.
         loss: sum of weight times loss.
         batches: loader batches that contributed; the pieces of a split batch are one.
         ranks: how many processes were summed over.
@@ -72,12 +72,12 @@ class Totals(NamedTuple):
 
 @dataclass
 class History:
-    """What one optimizer keeps from window to window, over the whole training.
+    """Values that one optimizer keeps from window to window, over the whole training.
 
     Args:
         steps: optimizer steps taken, without the skipped ones.
         mean_weight: mean weight per batch in the last window; None before there is one.
-        split_size: items of a split batch that memory was found to hold at once; None: all of it.
+        split_size: items of a split batch that fit in memory at once; None for all.
     """
 
     steps: int = 0

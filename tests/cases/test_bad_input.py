@@ -130,9 +130,7 @@ def test_a19_an_option_that_is_no_bool_is_refused(option: str, value: Any) -> No
 
 
 def test_a19_a_plan_whose_last_micro_batch_is_larger_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"last_micro_batch_size=9\)`: an epoch's last micro-batch is at most as large"
-    ):
+    with pytest.raises(ValueError, match=r"last_micro_batch_size=9\)`: an epoch's last micro-batch cannot be larger"):
         accumulation_plan(4, batches=3, epochs=1, micro_batch_size=4, last_micro_batch_size=9)
 
 

@@ -354,7 +354,7 @@ def fit_networks(way: str, factor: int = 3) -> list[str]:
 def test_b147_a_loss_that_sees_the_other_networks_new_weights_is_warned_about_once(way: str) -> None:
     (text,) = fit_networks(way)
     assert text.startswith("An optimizer stepped, and then another one's loss")
-    assert "Give `more=True` to the first one's last `accumulate`" in text
+    assert "Pass `more=True` to the first one's last `accumulate`" in text
     assert "`accumulate_split` and `accumulate_cached` step at once: call them last" in text
 
 
@@ -376,7 +376,7 @@ def test_b109_a_second_update_in_a_training_step_says_what_is_possible() -> None
 
     with pytest.raises(RuntimeError, match=r"already stepped") as error:
         fit_manual(Inner(), factor=1)
-    assert "k calls for one optimizer then are a mean of k losses (`accumulate(k * loss)`" in str(error.value)
+    assert "a mean of k losses (for the sum: `accumulate(k * loss)`" in str(error.value)
     assert "Several updates in one `training_step` are not possible" in str(error.value)
 
 

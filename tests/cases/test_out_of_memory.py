@@ -157,7 +157,7 @@ def test_b63_all_ranks_go_on_with_the_size_that_fits_everywhere(
 
 def test_b63_a_single_item_that_fits_on_one_rank_only_is_an_error_on_all() -> None:
     data = make_data([[2], [2]])
-    with pytest.raises(ProcessRaisedException, match="One single item did not fit"):
+    with pytest.raises(ProcessRaisedException, match="A single item did not fit"):
         fit_on_ranks(OneRank(data, [[9], [0]], "forward"), ddp=PATIENCE)
 
 

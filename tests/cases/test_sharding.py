@@ -174,7 +174,7 @@ def test_b57_to_sync_each_micro_batch_under_cpu_offload_is_refused() -> None:
 
     scheduler = AccumulationScheduler(2, sync_each_micro_batch=True)
     trainer = make_trainer(strategy=Offloading(), callbacks=[scheduler])
-    with pytest.raises(MisconfigurationException, match="Leave one of the two out"):
+    with pytest.raises(MisconfigurationException, match="Remove one of the two"):
         trainer.fit(ManualToy(), ones(4))
     fine = ManualToy()
     make_trainer(strategy=Offloading(), callbacks=[AccumulationScheduler(2)]).fit(fine, ones(4))

@@ -708,7 +708,7 @@ def test_memory_that_runs_out_in_the_loss_is_not_retried() -> None:
 
 
 def test_one_item_that_does_not_fit_is_an_error_that_names_the_call() -> None:
-    with pytest.raises(torch.cuda.OutOfMemoryError, match="One single item did not fit: `accumulate_cached`"):
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="A single item did not fit: `accumulate_cached`"):
         fit(Limited(Towers(), "auto", 0, "embed"), make_pairs([3]))
 
 
@@ -873,7 +873,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"embed": lambda made: None}, TypeError, "must return a tensor, or a tuple or dict of tensors, got none"),
     ({"embed": lambda made: {**made, "names": ["a", "b"]}}, TypeError, "dict of tensors, got str"),
     ({"embed": lambda made: made["image"].tolist()}, TypeError, "dict of tensors, got float"),
-    ({"embed": odd_number_of_tensors()}, ValueError, r"equally many tensors for each micro-batch, got \[2, 1, 2\]"),
+    ({"embed": odd_number_of_tensors()}, ValueError, r"same number of tensors for each micro-batch, got \[2, 1, 2\]"),
     ({"embed": other_shape_the_second_time()}, RuntimeError, "called again for the same micro-batch"),
     ({"loss": lambda made: made["image"].sum(1)}, ValueError, r"`loss_fn\(embeddings\)`: the loss must be a scalar"),
     ({"loss": lambda made: 1.0}, TypeError, r"`loss_fn\(embeddings\)`: the loss must be a tensor"),

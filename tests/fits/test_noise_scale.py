@@ -534,7 +534,7 @@ def test_factor_1_in_one_process() -> None:
 
 
 def test_factor_1_under_the_mixin_is_told_once_since_a_batch_may_be_split() -> None:
-    with pytest.warns(UserWarning, match="it holds one micro-batch") as warned, said() as lines:
+    with pytest.warns(UserWarning, match="it has one micro-batch") as warned, said() as lines:
         fit(MIXIN, Net, as_given(make_batches([2] * 4)), 1, callbacks=[NoiseScaleMonitor(1)])
     assert sum("NoiseScaleMonitor" in str(w.message) for w in warned) == 1
     assert [line for line in lines if line.startswith("gradient noise scale: no window was measured")]

@@ -420,7 +420,7 @@ class Small(ManualToy):
 
 def test_one_item_that_does_not_fit_raises_the_error_with_one_more_sentence() -> None:
     module = Small(0)
-    with pytest.raises(torch.cuda.OutOfMemoryError, match=r"that was all One single item did not fit") as raised:
+    with pytest.raises(torch.cuda.OutOfMemoryError, match=r"that was all A single item did not fit") as raised:
         fit(module, [torch.ones(4)])
     assert module.tries == [4, 2, 1]
     assert "loss" in [entry.name for entry in raised.traceback]  # the user's own line is in it

@@ -154,7 +154,7 @@ class NoWayOut(Split):
 @pytest.mark.usefixtures("quick_garbage_collection")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_item_that_no_memory_holds_costs_its_micro_batch_alone_in_the_checkpoint_of_the_error(where: str) -> None:
-    with pytest.raises(torch.cuda.OutOfMemoryError, match="One single item"):
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="A single item"):
         run(
             CALLBACK,
             "AdamW",

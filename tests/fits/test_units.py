@@ -315,7 +315,7 @@ def test_a_number_that_a_plan_cannot_be_made_of_is_refused(given: dict[str, Any]
 @pytest.mark.parametrize("scheduler", [None, "4", GradientAccumulationScheduler({0: 2})], ids=["None", "str", "theirs"])
 def test_a_plan_of_something_else_than_a_scheduler_is_refused(scheduler: Any) -> None:
     with pytest.raises(
-        TypeError, match=r"must be an AccumulationScheduler, or what one takes: an int or \{start: factor\}"
+        TypeError, match=r"must be an AccumulationScheduler, or its `scheduling`: an int or \{start: factor\}"
     ):
         accumulation_plan(scheduler, batches=10, epochs=2)
 

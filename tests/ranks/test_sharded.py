@@ -159,4 +159,4 @@ def test_losses_of_several_optimizers_through_their_own_networks_are_right_and_o
         )
     (text,) = ranks[0]["warnings"]
     assert text.startswith("Several optimizers with sharded parameters: a loss that runs through another")
-    assert "with `toggle_model` too" in text
+    assert "`toggle_model` does not prevent it" in text

@@ -65,7 +65,7 @@ def test_a_loss_that_is_no_scalar_is_refused(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("loss", [torch.tensor(1.0), (torch.ones((), requires_grad=True) * 1).detach()])
 def test_a_loss_without_a_graph_is_refused(loss: Tensor) -> None:
-    with pytest.raises(RuntimeError, match=r"the loss has no graph.*To contribute nothing, give None"):
+    with pytest.raises(RuntimeError, match=r"the loss has no graph.*To contribute nothing, pass None"):
         check_loss(loss)
 
 

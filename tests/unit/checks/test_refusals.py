@@ -63,7 +63,7 @@ OFFLOADED = SimpleNamespace(cpu_offload=SimpleNamespace(offload_params=True))
         ),
         pytest.param(
             lambda: refusals.refuse_sync_each_under_offload(trainer(strategy=OFFLOADED), sync_each=True),
-            "would keep only the last micro-batch's gradient. Leave one of the two out",
+            "would keep only the last micro-batch's gradient. Remove one of the two",
             id="offload",
         ),
     ],

@@ -961,13 +961,13 @@ def test_a_number_of_micro_batches_that_cannot_be_is_refused(
     ("model", "loss_fn", "error", "message"),
     [
         pytest.param(lambda: mlp().requires_grad_(False), mean, ValueError, "no parameter", id="all frozen"),
-        pytest.param(mlp, lambda m, b: mean(mlp(), b), ValueError, "must use the model that it is given", id="another"),
+        pytest.param(mlp, lambda m, b: mean(mlp(), b), ValueError, "must use the model passed to it", id="another"),
         pytest.param(mlp, lambda m, b: mean(m, b) / 0, ValueError, "not finite", id="inf"),
         pytest.param(mlp, lambda m, b: m(b[0]), ValueError, "must be a scalar", id="not a scalar"),
         pytest.param(mlp, lambda m, b: mean(m, b).item(), TypeError, "must be a tensor", id="a number"),
         pytest.param(mlp, lambda m, b: (mean(m, b), -1), ValueError, "weight=-1", id="a weight below 0"),
         pytest.param(
-            mlp, lambda m, b: (mean(m, b), torch.zeros(())), ValueError, "every micro-batch weighs 0", id="weights of 0"
+            mlp, lambda m, b: (mean(m, b), torch.zeros(())), ValueError, "micro-batch has weight 0", id="weights of 0"
         ),
     ],
 )

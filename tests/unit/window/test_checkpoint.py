@@ -131,7 +131,7 @@ def test_a_checkpoint_of_an_older_version_goes_on_with_what_is_left_and_that_is_
 def test_gradients_of_other_parameters_are_left_out_and_warned_of(door: str) -> None:
     fit(door, [Saves(5)])
     change("5.ckpt", lambda state: state["pending"]["optimizers"][0]["gradients"].pop())
-    with pytest.warns(UserWarning, match="those of other parameters"):
+    with pytest.warns(UserWarning, match="belong to other parameters"):
         assert fit(door, ckpt_path="5.ckpt").micro_batches == [1, 4, 3]
 
 
@@ -236,7 +236,7 @@ def test_gradients_fit_parameters_of_their_number_and_shapes() -> None:
     larger = torch.optim.SGD([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))], lr=1.0)
     assert restore(alone(an_optimizer(None, None)), Progress(), state) is None
     for other in (alone(an_optimizer(None)), alone(larger), alone()):
-        assert restore(other, Progress(), state) == "they are those of other parameters"
+        assert restore(other, Progress(), state) == "they belong to other parameters"
 
 
 # The table over phases
