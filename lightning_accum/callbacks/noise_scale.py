@@ -117,11 +117,15 @@ class NoiseScaleMonitor(AccumulationCallback):
         for i in range(len(trainer.optimizers)):
             self._prepare(trainer, i, current_window(trainer).index - 1)
 
+    def _is_due(self, optimizer_idx: int, closed: int) -> bool:
+        """Whether to measure the optimizer's next window, after that of index ``closed``."""
+        before = self._reported.get(optimizer_idx, closed - 1)  # optimizers may skip windows
+        return (closed + 2) // self.every_n_steps > (before + 2) // self.every_n_steps
+
     def _prepare(self, trainer: Trainer, optimizer_idx: int, closed: int) -> None:
         """Measure the optimizer's next window, if one is due, after that of index ``closed``."""
-        before = self._reported.get(optimizer_idx, closed - 1)  # optimizers may skip windows
         optimizer = trainer.optimizers[optimizer_idx]
-        if (closed + 2) // self.every_n_steps > (before + 2) // self.every_n_steps:
+        if self._is_due(optimizer_idx, closed):
             self._norms.begin_window(optimizer)
         elif optimizer in self._norms.measured:
             self._norms.end_window(optimizer)
@@ -134,6 +138,9 @@ class NoiseScaleMonitor(AccumulationCallback):
     def _on_outcome(self, trainer: Trainer, pl_module: LightningModule, step: EffectiveStep) -> None:
         """Add the window to the averages if it was measured, and decide about the next one."""
         i = step.optimizer_idx
+        if not (self._norms.measured or self._not_logged or self._is_due(i, step.index)):
+            self._reported[i] = step.index
+            return
         measured = self._norms.measured.get(trainer.optimizers[i])
         if measured is not None and measured.total is not None and not step.skipped:
             self._add(trainer, step, measured)
