@@ -252,7 +252,7 @@ def test_init_of_lightning_module_by_name_leaves_optimization_manual() -> None:
 
     module = ByName()
     assert not module.automatic_optimization
-    with pytest.raises(MisconfigurationException, match="leave it out"):
+    with pytest.raises(MisconfigurationException, match="remove the mixin"):
         module.automatic_optimization = True
 
 
