@@ -236,5 +236,5 @@ def mixin_is_for_manual_optimization(module_class: type) -> MisconfigurationExce
     """Return the error for a class with AccumulationMixin that is set to automatic optimization."""
     return MisconfigurationException(
         f"{module_class.__name__}.automatic_optimization = True: AccumulationMixin is for manual optimization. For"
-        " automatic optimization remove it, and add an AccumulationScheduler to the callbacks."
+        " automatic optimization remove the mixin, and add an AccumulationScheduler to the callbacks."
     )
