@@ -96,7 +96,7 @@ class ManualStep(Calls):
         opened = [self.open_window("accumulate(loss", one, is_none) for one in each]  # type: ignore[arg-type] # no list
         if more is not False:
             arguments.check_more(more)
-        self.engine.progress.awaited_batch = self.engine.batch if more else 0
+        self.engine.awaits(more)
         if self.ranks.size > 1 and not (opened := self.turns.wait(opened, gives=not is_none, more=more)):
             return None
         groups = several.grouped(self.engine, opened) if len(opened) > 1 else [([opened[0][0]], opened[0][1].closes)]
